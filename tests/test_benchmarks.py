@@ -500,6 +500,8 @@ def test_layers_of_a_step_have_floors_and_candidates() -> None:
         assert row["candidates"] and row["quantise_us"] > 0
         assert all(one["error"] < 1e-2 and one["us"] > 0 for one in row["candidates"])
     assert qkv["unavailable"] == {"scaled_mm": "block scales need a card"}
+    whole = rows["target", "experts whole"]
+    assert not whole["candidates"] and whole["unavailable"] == {"FP8 activations": "too few tokens"}
     assert set(rows["target", "o"]["unavailable"].values()) == {"64 is no multiple of 128"}
     assert result["touched"]["3"]["timed"] == 3 and result["touched"]["3"]["even"] == 3.5
     assert result["steps"]["3"]["target"]["ours"] == pytest.approx(
@@ -509,55 +511,6 @@ def test_layers_of_a_step_have_floors_and_candidates() -> None:
             if row["model"] == "target"
         )
     )
-
-
-@interpreted
-def test_fp8_products_against_float32(roofline: ModuleType) -> None:
-    import fp8_products as fp8  # type: ignore[import-not-found]
-    from shapes import random_fp8  # type: ignore[import-not-found]
-
-    from peagle.kernels.linear.experts import plan_tiles
-    from peagle.kernels.linear.fp8_activations import quantise
-
-    torch.manual_seed(0)
-    device, tokens, chosen, experts, n, k = torch.device("cpu"), 5, 2, 3, 256, 640
-    weight = fp8.Fp8Weight(*random_fp8((experts, n, k), device))
-    x = torch.randn(tokens, k, dtype=torch.bfloat16)
-    rows = quantise(x)
-
-    def error(out: torch.Tensor, expected: torch.Tensor) -> float:
-        return float((out.float() - expected).norm() / expected.norm())
-
-    index_S = torch.tensor([0, 2, 2, 0, 0, 1, 2, 1, 0, 2])
-    for config in (fp8.CONFIGS[0], fp8.CONFIGS[2], replace(fp8.CONFIGS[4], split_k=2)):
-        out = fp8.experts_product(
-            *(rows, weight, tokens * chosen, config),
-            has_gate=True,
-            plan=plan_tiles(index_S, experts, config.block_m),
-            chosen=chosen,
-        )
-        expected = fp8.reference(rows, weight, index_S, has_gate=True, chosen=chosen)
-        assert error(out, expected) < 4e-3
-
-
-@pytest.mark.slow
-def test_fp8_products_compile_for_a_card() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    folders = [str(FOLDER / "kernels"), *filter(None, [environment.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "tests.kernels.compile_fp8_products"]
-    done = subprocess.run(
-        command,
-        env=environment | {"PYTHONPATH": os.pathsep.join(folders)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert len(found) == 16
-    for name, needs in found.items():
-        assert needs["mma"] and needs["shared"] <= 227 * 1024, name
-        assert needs["wgmma"] or "m16 n32" in name, name
 
 
 def test_experts_of_a_checkpoint_are_counted(

@@ -20,7 +20,7 @@ columns, in microseconds of one layer:
 - ours: the engine's own call; x: ours over the floor, which is the longer of bytes and bf16.
 - ms: ours times the layers of a step.
 - fp8 x fp8: the fastest candidate that multiplies FP8 activations, and the time of quantising them
-  (1 x 128), which comes on top.
+  (1 x 128), which comes on top; of "experts whole" it is part of the candidate.
 
 The engine reads FP8 weights of linear layers as they are stored for up to 256 tokens on an H100. It
 unpacks them to bfloat16 in each call for more, and the library multiplies. Experts are read as they
@@ -338,8 +338,8 @@ def best_candidate(row: dict[str, Any]) -> str:
     if not row.get("candidates"):
         return ""
     best, quantise_us = row["candidates"][0], row["quantise_us"]
-    added = "?" if quantise_us is None else f"{quantise_us:.1f}"
-    return f"{best['us']:.1f} + {added} {best['name']}"
+    added = "" if quantise_us is None else f"+ {quantise_us:.1f} "
+    return f"{best['us']:.1f} {added}{best['name']}"
 
 
 def step_sums(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

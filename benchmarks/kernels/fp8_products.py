@@ -1,9 +1,8 @@
-"""Products of FP8 activations with FP8 weights, as candidates beside the engine's own products.
+"""Parameters and references of FP8 products, which are candidates beside the engine's own calls.
 
     out = dequantised(x) dequantised(W)^T,  with silu(gate) * up behind it for gate and up
 
-`peagle.kernels.linear.fp8_linear` has the product of a dense layer; this file has that of experts,
-and the parameters to try for both.
+The products are those of `peagle.kernels.linear.fp8_linear` and `fp8_experts`.
 
 Shapes: M rows of x, S assignments of rows to experts, N outputs, K inputs, E experts.
 """
@@ -12,14 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import fp8_products_triton
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.launch import DeviceLimits, launch
+from peagle.kernels.launch import DeviceLimits
 from peagle.kernels.linear.fp8_activations import BLOCK, QuantisedRows
-from peagle.kernels.linear.fp8_linear import Fp8Config, partial_sums, split_for
+from peagle.kernels.linear.fp8_linear import Fp8Config, split_for
 
 CONFIGS = (
     Fp8Config(16, 32, 4, 4, wx=True),
@@ -71,60 +69,6 @@ def configs(rows: float, touched: float, n: int, k: int, num_sms: int) -> list[F
         programs = touched * max(1, -(-rows // config.block_m)) * (n // (2 * config.block_n))
         found.append(replace(config, split_k=split_for(programs, k, num_sms)))
     return found
-
-
-def experts_product(
-    x: QuantisedRows,
-    weight: Fp8Weight,
-    rows: int,
-    config: Fp8Config,
-    *,
-    plan: Tensor,
-    has_gate: bool = False,
-    chosen: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """Multiply with experts in Triton, [S, N], or with a gate [S, N / 2].
-
-    Args:
-        rows: S.
-        plan: `plan_tiles` for `config.block_m`.
-        chosen: assignments that share a row of x.
-    """
-    _, stored, k = weight.q.shape
-    n = stored // 2 if has_gate else stored
-    assert n % (config.block_n * (1 if has_gate else 2)) == 0 and BLOCK % config.block_n == 0
-    out = torch.empty(rows, n, dtype=dtype, device=weight.q.device)
-    tiles = (plan.numel() - rows) // 3
-    columns = stored // (2 * config.block_n)
-    partial, counters = partial_sums(tiles * columns, config, out)
-    launch(
-        fp8_products_triton.experts_kernel,
-        (columns * config.split_k, tiles),
-        out,
-        x.q,
-        x.scale,
-        plan,
-        plan[rows:],
-        weight.q,
-        weight.scale,
-        partial,
-        counters,
-        n,
-        k,
-        tiles,
-        chosen,
-        x.scale.stride(0),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        SPLIT_K=config.split_k,
-        STAGES=config.num_stages,
-        HAS_GATE=has_gate,
-        WX=config.wx,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    return out
 
 
 def fits(config: Fp8Config, device: torch.device) -> bool:

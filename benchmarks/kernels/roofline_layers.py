@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from statistics import mean
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from fp8_products import Fp8Weight, configs, experts_product, fits, reference
+from fp8_products import Fp8Weight, configs, fits, reference
 from shapes import Shape, make_config, make_head_config, random_fp8
 from torch import Tensor, nn
 
@@ -35,13 +35,14 @@ from peagle.kernels.launch import DeviceLimits
 from peagle.kernels.linear import experts as grouped
 from peagle.kernels.linear.experts import ExpertWeights, Gate
 from peagle.kernels.linear.fp8_activations import BLOCK, QuantisedRows, quantise
+from peagle.kernels.linear.fp8_experts import experts_product, fits_fp8
 from peagle.kernels.linear.fp8_linear import (
     Fp8Config,
     library_obstacle,
     library_product,
     triton_product,
 )
-from peagle.kernels.linear.packed_weights import make_fp8
+from peagle.kernels.linear.packed_weights import PackedWeight, make_fp8
 from peagle.kernels.linear.router import route
 from peagle.models.drafter import DrafterMLP
 from peagle.models.packed_layers import PackedLinear
@@ -113,9 +114,9 @@ class Candidate:
         return float((out[: len(expected)] - expected).norm() / expected.norm())
 
 
-def quantising(x: Tensor) -> Candidate:
+def quantising(x: Tensor, *, tiled: bool = False) -> Candidate:
     """Return the quantising of x, whose numbers keep four bits."""
-    return Candidate("quantise", [partial(quantise, x)], x.float, 2**-3)
+    return Candidate("quantise", [partial(quantise, x, tiled=tiled)], x.float, 2**-3)
 
 
 class Layer(ABC):
@@ -463,9 +464,12 @@ class ExpertProduct(Layer):
     def rows(self, tokens: int) -> Tensor:
         return self.setting.random(tokens * self.problem.chosen // self.shared_by, self.k)
 
+    @property
+    def packed(self) -> PackedWeight:
+        return self.problem.packed.gate_up if self.is_up else self.problem.packed.down
+
     def calls(self, tokens: int) -> list[Call]:
-        x = self.rows(tokens)
-        packed = self.problem.packed.gate_up if self.is_up else self.problem.packed.down
+        x, packed = self.rows(tokens), self.packed
         config = self.problem.config(x, tokens * self.problem.chosen, packed)
         return [
             partial(
@@ -487,8 +491,8 @@ class ExpertProduct(Layer):
         if reason := misfit(self.n, self.k, self.outputs):
             return [], no_library | {"triton": reason}
         x = self.rows(tokens)
-        rows = quantise(x)
-        found = [quantising(x)]
+        rows = quantise(x, tiled=True)
+        found = [quantising(x, tiled=True)]
         assignments, touched = tokens * self.problem.chosen, self.problem.num_touched(tokens)
         routings = self.problem.routings(tokens)
         index_S = routings[0].view(-1)
@@ -501,12 +505,14 @@ class ExpertProduct(Layer):
         )
         per_expert = assignments / touched
         for config in chosen_configs(per_expert, touched, self.n, self.k, self.setting.device):
+            config = replace(config, split_k=1)
             calls: list[Call] = [
                 partial(
-                    *(experts_product, rows, self.weight, assignments, config),
+                    *(experts_product, rows, self.packed, self.problem.plan(index, config.block_m)),
+                    num_assignments=assignments,
                     has_gate=self.is_up,
-                    plan=self.problem.plan(index, config.block_m),
                     chosen=self.shared_by,
+                    config=config,
                 )
                 for index in routings
             ]
@@ -556,7 +562,9 @@ class ExpertSum(Layer):
 
 
 class WholeExperts(Layer):
-    """All of the experts by `run_experts`, to compare with the sum of its parts."""
+    """All of the experts by `run_experts`, to compare with the sum of its parts, and with FP8
+    activations, quantising included.
+    """
 
     is_fp8 = True
 
@@ -570,15 +578,32 @@ class WholeExperts(Layer):
 
     def calls(self, tokens: int) -> list[Call]:
         problem = self.problem
-        x = self.setting.random(tokens, problem.width)
-        weight = torch.softmax(self.setting.random(tokens, problem.chosen), -1)
+        x, weight = self.inputs(tokens)
         assert not grouped.uses_library(x, problem.packed.gate_up, weight.numel()), (
             "so many tokens are not multiplied by the products that are timed"
         )
-        return [
-            partial(grouped.run_experts, x, index, weight, problem.packed)
-            for index in problem.routings(tokens)
-        ]
+        return self.calls_with(x, weight, problem.packed)
+
+    def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return states of tokens, and the weights of their experts."""
+        weight = torch.softmax(self.setting.random(tokens, self.problem.chosen), -1)
+        return self.setting.random(tokens, self.problem.width), weight
+
+    def calls_with(self, x: Tensor, weight: Tensor, experts: ExpertWeights) -> list[Call]:
+        routings = self.problem.routings(len(x))
+        return [partial(grouped.run_experts, x, index, weight, experts) for index in routings]
+
+    def candidates(self, tokens: int) -> tuple[list[Candidate], dict[str, str]]:
+        packed, name = self.problem.packed, "FP8 activations"
+        if not (fits_fp8(packed.gate_up) and fits_fp8(packed.down)):
+            return [], {name: f"{BLOCK} divides not all sizes"}
+        experts = replace(packed, fp8_activations=True)
+        if not grouped.uses_fp8(experts, tokens * self.problem.chosen):
+            return [], {name: "too few tokens"}
+        x, weight = self.inputs(tokens)
+        index = self.problem.routings(tokens)[0]
+        expected = partial(grouped.run_experts_reference, x.float(), index, weight.float(), packed)
+        return [Candidate(name, self.calls_with(x, weight, experts), expected, 2**-3)], {}
 
 
 def add_and_norm(hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

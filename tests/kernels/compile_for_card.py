@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import traceback
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from peagle.kernels.linear import (
     packed_weights_triton,
 )
 from peagle.kernels.linear.experts import GroupedConfig, max_registers
+from peagle.kernels.linear.fp8_experts import choose_config as choose_fp8_experts
 from peagle.kernels.linear.fp8_linear import choose_config as choose_fp8
 from peagle.kernels.linear.packed_weights import FORMATS
 from peagle.kernels.sampling import (
@@ -237,7 +239,16 @@ def compile_kernel(
         "mma": "mma" in ptx,
         "wgmma": "wgmma.mma" in ptx,
         "stack": stack_bytes(compiled.asm["cubin"]),
+        "whole_words": has_whole_words(compiled.asm["ttgir"]),
     }
+
+
+def has_whole_words(text: str) -> bool:
+    """Whether assembly on bytes has four neighbours of a row in each register."""
+    layouts = re.findall(r"elementwise_inline_asm.* -> tensor<\d+x\d+xi8, (.*?)> loc", text)
+    whole = r"sizePerThread = \[1, (4|8|16)\]|register = \[\[0, 1\], \[0, 2\]|kWidth = 4"
+    named = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    return all(re.search(whole, named.get(layout, layout)) for layout in layouts)
 
 
 def stack_bytes(cubin: bytes) -> int:
@@ -274,21 +285,32 @@ def experts() -> dict[str, dict[str, Any]]:
     return found
 
 
+def plans() -> dict[str, dict[str, Any]]:
+    """Plans of experts' tiles, of few and of many assignments."""
+    types = dict.fromkeys(("order_ptr", "tiles_ptr", "next_ptr", "counts_ptr"), "*i32")
+    types |= {"index_ptr": "*i32"}
+    kernels = (experts_triton.plan_kernel, experts_triton.count_kernel, experts_triton.place_kernel)
+    loose = ("num_assignments", "num_experts", "max_tiles")
+    found = {}
+    for experts, kernel in product((32, 128, 512), kernels):
+        sizes: dict[str, Any] = {"BLOCK_M": 64, "ASSIGNMENTS": 512, "EXPERTS": experts}
+        sizes |= {"BLOCK": 1024, "ROWS": 16, "TILES": 32}
+        constants = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+        needs = compile_kernel(kernel, ASTSource, types, constants, {"num_warps": 4}, loose)
+        found[f"{kernel.__name__} {experts}"] = needs
+    return found
+
+
 def fp8() -> dict[str, dict[str, Any]]:
     """Quantising of activations, and FP8 products of few and many rows."""
-    types = {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16"}
-    constants: dict[str, Any] = {"ROWS": 4, "LARGEST": 448.0}
-    kernel, options = fp8_linear_triton.quantise_kernel, {"num_warps": 4}
-    found = {
-        "quantise": compile_kernel(kernel, ASTSource, types, constants, options, ("num_rows",))
-    }
+    found = {"quantise": quantising(tiled=False)}
     types = dict.fromkeys(("x_scale_ptr", "w_scale_ptr", "partial_ptr"), "*fp32")
     types |= dict.fromkeys(("x_ptr", "w_ptr"), "*fp8e4nv") | {"arrivals_ptr": "*i32"}
     types |= dict.fromkeys(("out_ptr", "bias_ptr"), "*bf16")
     for capability in (89, 90):
         for rows in (16, 128, 512):
             config = choose_fp8(rows, 4096, 4096, DeviceLimits(132, SHARED_BYTES[capability]))
-            constants = {
+            constants: dict[str, Any] = {
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
                 "SPLIT_K": config.split_k,
@@ -302,6 +324,39 @@ def fp8() -> dict[str, dict[str, Any]]:
                 ("num_rows",),
                 capability,
             )
+    return found
+
+
+def quantising(*, tiled: bool) -> dict[str, Any]:
+    """`quantise_kernel`."""
+    types = {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16"}
+    constants: dict[str, Any] = {"ROWS": 4, "LARGEST": 448.0, "TILED": tiled}
+    kernel, options = fp8_linear_triton.quantise_kernel, {"num_warps": 4}
+    return compile_kernel(kernel, ASTSource, types, constants, options, ("num_rows",))
+
+
+def fp8_of_experts() -> dict[str, dict[str, Any]]:
+    """Quantising in the order of tiles, and FP8 products of experts."""
+    found = {"quantise": quantising(tiled=True)}
+    types = dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32")
+    types |= {"x_ptr": "*fp8e4nv", "w_ptr": "*u8", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("order_ptr", "tiles_ptr"), "*i32")
+    loose = ("max_tiles", "chosen")
+    for capability, rows, has_gate in product((89, 90), (32, 512), (True, False)):
+        config = choose_fp8_experts(rows * 128, 128, DeviceLimits(132, SHARED_BYTES[capability]))
+        constants: dict[str, Any] = {
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "STAGES": config.num_stages,
+            "HAS_GATE": has_gate,
+            "ASM": True,
+            "WX": config.wx,
+        }
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        kernel = fp8_linear_triton.experts_kernel
+        found[f"{capability} {rows} {has_gate}"] = compile_kernel(
+            kernel, ASTSource, types, constants, options, loose, capability
+        )
     return found
 
 
@@ -548,8 +603,10 @@ if __name__ == "__main__":
         copies,
         corrections,
         experts,
+        plans,
         unpacking,
         fp8,
+        fp8_of_experts,
         caches,
         verification,
         trees,

@@ -79,9 +79,14 @@ def store(pointer: Pointer, values: Any, mask: Any = None) -> None:
 def assembly(text: str, results: str, inputs: list[Tensor], types_: Any, *_: Any) -> list[Tensor]:
     """Run instructions on words of 32 bits; results are halves of them, in bfloat16."""
     count = results.count("=h")
-    registers: dict[str, Tensor] = {
-        f"${count + i}": value.long() % WORD for i, value in enumerate(inputs)
-    }
+    registers = run_assembly(text, {f"${count + i}": value for i, value in enumerate(inputs)})
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
+    return [registers[f"${i}"].to(torch.bfloat16).expand(shape) for i in range(count)]
+
+
+def run_assembly(text: str, words: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Run instructions on words of 32 bits, by the names of registers; return all registers."""
+    registers = {name: word.long() % WORD for name, word in words.items()}
 
     def value(name: str) -> Tensor:
         found = registers.get(name)
@@ -94,8 +99,7 @@ def assembly(text: str, results: str, inputs: list[Tensor], types_: Any, *_: Any
             registers[names[0]], registers[names[1]] = halves(value(names[2]))
         else:
             registers[names[0]] = OPERATIONS[operation](*map(value, names[1:])) % WORD
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
-    return [registers[f"${i}"].to(torch.bfloat16).expand(shape) for i in range(count)]
+    return registers
 
 
 def halves(words: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,9 +113,13 @@ def multiply_halves(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack(both, -1).view(torch.int32).squeeze(-1).long()
 
 
-def and_or(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
-    assert int(table) == 0xEA
-    return a & b | c
+def look_up(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
+    """Bit 4a + 2b + c of the table, for each bit of the words."""
+    out = torch.zeros_like(a)
+    for i in range(8):
+        if int(table) >> i & 1:
+            out |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return out
 
 
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
@@ -119,7 +127,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "and.b32": lambda a, b: a & b,
     "shl.b32": lambda a, b: a << b,
     "shr.b32": lambda a, b: a >> b,
-    "lop3.b32": and_or,
+    "lop3.b32": look_up,
     "mul.bf16x2": multiply_halves,
 }
 

@@ -1,4 +1,4 @@
-"""FP8 checkpoints whose linear layers multiply FP8 activations, against plain torch."""
+"""FP8 checkpoints whose linear layers and experts multiply FP8 activations, against plain torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from torch import Tensor, nn
 from peagle import LLM
 from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.errors import UserError
+from peagle.kernels.linear import experts as experts_module
 from peagle.kernels.linear import fp8_linear
+from peagle.kernels.linear.experts import ExpertWeights
 from peagle.models.acceleration import accelerate_target
 from peagle.models.fp8_layers import Fp8Linear, device_obstacle
 from peagle.models.fusion import FusedPackedLinear, fuse
-from peagle.models.packed_layers import PackedLinear
+from peagle.models.packed_layers import PackedLinear, experts_of
 from peagle.models.packed_loading import load_packed
 from peagle.models.quantization import quantization_of
 from peagle.models.target import TargetModel
 from peagle.models.target_facts import load_config, precision_of
 from tests.kernels.devices import DEVICES, INTERPRETED
+from tests.kernels.linear.test_fp8_experts import quantise_exactly
 from tests.kernels.linear.test_fp8_linear import quantise_in_torch
 from tests.models.paging import largest_difference
 from tests.models.test_packed_layers import passes
@@ -80,6 +83,7 @@ def exact_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantise in torch on a CPU: the interpreter drops the carry of some numbers."""
     if INTERPRETED:
         monkeypatch.setattr(fp8_linear, "quantise", quantise_in_torch)
+        monkeypatch.setattr(experts_module, "quantise", quantise_exactly)
 
 
 def make(**options: Any) -> Any:
@@ -211,6 +215,61 @@ def test_blocks_of_another_size(tmp_path: Path) -> None:
     write_quantised(tmp_path, by_rows, quantization, make())
     with pytest.warns(UserWarning, match="a scale for 1 x 128 weights, not 128 x 128"):
         assert not layers_of(load(tmp_path), Fp8Linear)
+
+
+def make_mixture(**options: Any) -> Any:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 64, "num_experts": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    model = make_model("qwen3_moe", **{**sizes, "num_experts_per_tok": 2, **options})
+    return model.eval().requires_grad_(False)
+
+
+def experts_in_torch(x: Tensor, index: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
+    """`run_experts` with activations that are rounded to FP8 before both products."""
+    out = torch.zeros_like(x)
+    for expert in range(experts.gate_up.num_experts):
+        token, place = (index == expert).nonzero(as_tuple=True)
+        up, down = (w.expert(expert).unpack(x.dtype) for w in (experts.gate_up, experts.down))
+        rows = quantise_in_torch(x[token]).dequantise().to(x.dtype)
+        inner = quantise_in_torch(experts.gate(F.linear(rows, up))).dequantise().to(x.dtype)
+        out.index_add_(0, token, F.linear(inner, down) * weights[token, place, None].to(x.dtype))
+    return out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_multiply_fp8_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    write(tmp_path, make_mixture())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = load(tmp_path, device=device)
+    layers = [module.expert_weights for module in experts_of(model)]
+    assert len(layers) == 2 and all(layer.fp8_activations for layer in layers)
+    assert len(layers_of(model, Fp8Linear)) == 8, "q, k, v and o of both layers"
+
+    def run(tokens: int) -> Tensor:
+        with torch.no_grad():
+            return model(torch.arange(tokens, device=device)[None]).logits.cpu()
+
+    many, few = run(40), run(31)
+    monkeypatch.setattr("peagle.models.packed_layers.run_experts", experts_in_torch)
+    assert distance(many, run(40)) < (1e-3 if device == "cpu" else 2e-2)
+    assert distance(few, run(31)) > (1e-3 if device == "cpu" else 0)
+
+
+@needs_interpreter
+def test_other_experts_stay_as_they_are(tmp_path: Path) -> None:
+    cases = (
+        ({"moe_intermediate_size": 64}, DYNAMIC, "a width of 64, which 128 does not divide: 2", 2),
+        ({"hidden_act": "gelu_pytorch_tanh"}, DYNAMIC, "activation is not SiLU: 2", 2),
+        ({}, STATIC, "activations without dynamic scales of 128 inputs: 10", 10),
+    )
+    for case, (options, quantization, reason, count) in enumerate(cases):
+        write(tmp_path / str(case), make_mixture(**options), quantization)
+        with pytest.warns(UserWarning, match=rf"{count} of 10 quantised layers .*{reason}"):
+            model = load(tmp_path / str(case))
+        assert not any(module.expert_weights.fp8_activations for module in experts_of(model))
 
 
 def test_a_card_needs_products_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,8 +179,8 @@ ENGINE = group(
         Type that the weights of the target's layers get when they are loaded: fp8, int8 or
         int4. A target that is stored quantised needs no option. [default: as stored]
     --fp8-activations TEXT
-        Products of FP8 activations with the weights of an FP8 target: auto (in the linear
-        layers that it was made for, on a GPU of compute capability 8.9 or more) or off.
+        Products of FP8 activations with the weights of an FP8 target: auto (in linear layers
+        and experts that were made for it, on a GPU of compute capability 8.9 or more) or off.
     --kv-cache-dtype TEXT
         Type of the KV cache of the target: auto (that of the activations) or fp8, which takes
         half the memory of bfloat16.

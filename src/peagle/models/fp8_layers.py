@@ -1,19 +1,22 @@
-"""Linear layers of a target that multiply activations in FP8 with the FP8 weights of a checkpoint.
+"""Layers of a target that multiply activations in FP8 with the FP8 weights of a checkpoint.
 
-A layer is one of these if its checkpoint was made for such products: scales of weights for blocks
-of 128 x 128, and scales of activations that are found while the model runs.
+A linear layer, or the experts of a mixture, does so if its checkpoint was made for such products:
+scales of weights for blocks of 128 x 128, and scales of activations that are found while the model
+runs.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from peagle.kernels.linear.fp8_activations import BLOCK
 from peagle.kernels.linear.fp8_linear import fp8_linear
+from peagle.models.packed_layers import find_gate
 from peagle.models.quantization import StoredLinear
 
 _CAPABILITY = (8, 9)  # from which on the matrix unit multiplies FP8
@@ -55,7 +58,7 @@ class Fp8Linear(nn.Module):
 
 
 def device_obstacle(device: torch.device) -> str | None:
-    """Return why no layer on a device can be an `Fp8Linear`; None: layers can."""
+    """Return why no layer on a device can multiply FP8 activations; None: layers can."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability >= _CAPABILITY:
@@ -75,3 +78,29 @@ def layer_obstacle(stored: StoredLinear) -> str | None:
     if not stored.scheme.rounds_inputs:
         return "activations without dynamic scales of 128 inputs"
     return None
+
+
+def experts_obstacle(module: Any, parts: Iterable[StoredLinear | None]) -> str | None:
+    """Return why experts cannot multiply FP8 activations; None: they can.
+
+    Args:
+        module: one of `packed_layers.experts_of`.
+        parts: of all experts, as the checkpoint stores them; None: as plain numbers.
+    """
+    gate = find_gate(module)
+    if gate is None or gate.activation != "silu":
+        return "experts whose activation is not SiLU"
+    if module.has_bias:
+        return "experts with a bias"
+    if not module.is_concatenated:
+        return "experts whose rows of gate and up take turns"
+    reasons = (
+        layer_obstacle(part) if part else "weights of experts that are not FP8" for part in parts
+    )
+    return next(filter(None, reasons), None)
+
+
+def multiplies_fp8(module: nn.Module) -> bool:
+    """Return whether a layer multiplies FP8 activations."""
+    experts = getattr(module, "expert_weights", None)
+    return isinstance(module, Fp8Linear) or (experts is not None and experts.fp8_activations)

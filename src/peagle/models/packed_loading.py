@@ -2,8 +2,9 @@
 
 The model is built without weights. The names, shapes and types of all tensors are checked first;
 then every tensor is read out of its file straight to the device, one layer's at a time. Packed
-weights are unpacked there, or stay packed in layers of `models.packed_layers`. Linear layers that
-are made for it multiply FP8 activations (`models.fp8_layers`) where the caller wants that.
+weights are unpacked there, or stay packed in layers of `models.packed_layers`. Linear layers and
+experts that are made for it multiply FP8 activations (`models.fp8_layers`) where the caller wants
+that.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from torch import Tensor, nn
 from peagle.errors import CheckpointError
 from peagle.kernels.linear.experts import ExpertWeights
 from peagle.kernels.linear.packed_weights import PackedWeight
-from peagle.models.fp8_layers import Fp8Linear, device_obstacle, layer_obstacle
+from peagle.models.fp8_layers import (
+    Fp8Linear,
+    device_obstacle,
+    experts_obstacle,
+    layer_obstacle,
+)
 from peagle.models.packed_layers import (
     PackedLinear,
     experts_of,
@@ -66,8 +72,8 @@ def load_packed(
         dtype: type of the tensors that are not packed.
         device: where the tensors go.
         unpack: compute plain weights of `dtype`; else packed weights stay packed.
-        fp8_activations: multiply FP8 activations in the linear layers that are made for it, and
-            warn of the others; only where weights stay packed.
+        fp8_activations: multiply FP8 activations in the linear layers and experts that are made
+            for it, and warn of the others; only where weights stay packed.
 
     Raises:
         CheckpointError: a tensor is missing, misshapen or of a type that cannot be read; or the
@@ -172,28 +178,39 @@ class _Loader:
         self._experts: dict[str, Any] = {}  # that are packed, or apart from each other
         self._linears: dict[str, nn.Linear] = {}  # that are packed
         self._find_packed()
-        self._fp8: set[str] = set()  # of `_linears`, those that multiply FP8 activations
+        self._fp8: set[str] = set()  # linear layers and experts that multiply FP8 activations
         self.loaded: set[str] = set()
 
     def choose_fp8(self, device: torch.device) -> None:
-        """Let linear layers multiply FP8 activations; warn of those that cannot, with reasons."""
-        reasons: Counter[str] = Counter()
+        """Let layers multiply FP8 activations; warn of those that cannot, with reasons."""
+        obstacle, reasons = device_obstacle(device), Counter[str]()
         for name, module in self._linears.items():
-            if module is self._model.get_output_embeddings():
-                continue
-            stored = self._check_linear(name, (module.out_features, module.in_features))
-            if reason := device_obstacle(device) or layer_obstacle(stored):
-                reasons[reason] += 1
-            else:
-                self._fp8.add(name)
+            if module is not self._model.get_output_embeddings():
+                stored = self._check_linear(name, (module.out_features, module.in_features))
+                self._choose_fp8(name, obstacle or layer_obstacle(stored), reasons)
+        for name, module in self._experts.items():
+            found = obstacle or experts_obstacle(module, self._stored_parts(name, module))
+            self._choose_fp8(name, found, reasons)
         if reasons:
             texts = "; ".join(f"{reason}: {count}" for reason, count in reasons.items())
             warnings.warn(
                 f"fp8_activations is 'auto', and {reasons.total()} of "
-                f"{reasons.total() + len(self._fp8)} quantised linear layers keep their "
-                f"activations as they are ({texts}).",
+                f"{reasons.total() + len(self._fp8)} quantised layers keep their activations as "
+                f"they are ({texts}).",
                 stacklevel=2,
             )
+
+    def _choose_fp8(self, name: str, obstacle: str | None, reasons: Counter[str]) -> None:
+        if obstacle:
+            reasons[obstacle] += 1
+        else:
+            self._fp8.add(name)
+
+    def _stored_parts(self, name: str, module: Any) -> Iterator[StoredLinear | None]:
+        """Yield the projections of experts, None for one that is not packed alone."""
+        for expert, part, shape in _parts(module):
+            key = f"{name}.{expert}.{part}"
+            yield self._check_linear(key, shape) if self._is_packed(key) else None
 
     def load(self) -> None:
         """Check the names, shapes and types of all tensors, and then read them."""
@@ -471,7 +488,9 @@ class _Loader:
             for i, part in enumerate(("gate_up_proj_bias", "down_proj_bias")):
                 like = getattr(module, part)
                 biases[i] = self._checked(f"{name}.{part}", self._read(f"{name}.{part}"), like)
-        hold_experts(module, ExpertWeights(gate_up, down, gate, biases[0], biases[1]))
+        is_fp8 = name in self._fp8
+        experts = ExpertWeights(gate_up, down, gate, biases[0], biases[1], is_fp8)
+        hold_experts(module, experts)
 
 
 def _size(module: Any, part: str) -> tuple[int, int, int]:

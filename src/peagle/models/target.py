@@ -21,7 +21,7 @@ from peagle.attention import LayerKVCache, Prepared
 from peagle.config import require_folder
 from peagle.errors import CheckpointError, UserError
 from peagle.models.architectures import capped, check_architecture, final_softcap, fix_longrope
-from peagle.models.fp8_layers import Fp8Linear
+from peagle.models.fp8_layers import multiplies_fp8
 from peagle.models.kv_scales import read_kv_scales
 from peagle.models.quantization import quantization_of
 from peagle.models.quantize import quantize_model
@@ -117,8 +117,8 @@ class TargetModel(TargetFacts):
             dtype: type of the plain weights and of the activations; None keeps the stored type.
             device: where they go.
             quantization: type that the plain weights of its layers get, see `models.quantize`.
-            fp8_activations: "auto" lets linear layers multiply FP8 activations where their
-                checkpoint was made for it, see `models.fp8_layers`, and warns of the others.
+            fp8_activations: "auto" lets linear layers and experts multiply FP8 activations where
+                their checkpoint was made for it, see `models.fp8_layers`, and warns of the others.
             kv_cache_dtype: type of its KV caches; "fp8" is e4m3, with the scales of the checkpoint.
             max_model_len: a context that it must have, checked before weights are read.
 
@@ -164,7 +164,7 @@ class TargetModel(TargetFacts):
                 quantize_model(model, quantization, place, unpack=unpack)
         target = cls(model.to(place), name=str(path))
         target.quantization = stored["quant_method"] if stored else quantization
-        if any(isinstance(module, Fp8Linear) for module in model.modules()):
+        if any(multiplies_fp8(module) for module in model.modules()):
             target.fp8_activations = "auto"
         if kv_cache_dtype == "fp8":
             target.round_kv(read_kv_scales(StoredTensors(folder, torch.device("cpu"))))

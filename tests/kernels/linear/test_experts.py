@@ -202,6 +202,49 @@ def test_every_assignment_is_in_one_tile_of_its_expert(
     assert int((tiles[0] >= 0).sum()) == needed
 
 
+def plan_in_torch(index_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The assignments in order, and of every tile its expert, first and last place, [3, tiles]."""
+    order = torch.sort(index_S, stable=True).indices
+    tiles, first = [], 0
+    for expert, count in enumerate(index_S.bincount(minlength=experts).tolist()):
+        end = first + count
+        tiles += [(expert, at, min(at + rows, end)) for at in range(first, end, rows)]
+        first = end
+    return order, torch.tensor(tiles).T
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("count", "experts", "rows"),
+    [
+        (1, 1, 16),
+        (129, 40, 8),
+        (4096, 17, 32),
+        (4097, 1, 64),
+        (4097, 130, 8),
+        (5000, 300, 16),
+        (16_384, 128, 128),
+        (20_481, 5, 16),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_plans_equal_those_of_torch(
+    count: int, experts: int, rows: int, dtype: torch.dtype, device: str
+) -> None:
+    torch.manual_seed(count)
+    index = torch.randint(experts, (count,), dtype=dtype)
+    index[index % 3 == 1] = 0  # some experts have no tokens
+    plan = plan_tiles(index.to(device), experts, rows).cpu()
+    found = plan[count:].view(3, -1)
+    order, tiles = plan_in_torch(index, experts, rows)
+    num_tiles = tiles.shape[1]
+    assert torch.equal(found[:, :num_tiles].long(), tiles) and (found[0, num_tiles:] == -1).all()
+    for expert in range(experts):  # their order is left to chance
+        own = index[order] == expert
+        assert torch.equal(plan[:count][own].sort().values.long(), order[own])
+
+
 # ---- products -------------------------------------------------------------------------------
 
 CONFIGS = [
@@ -488,6 +531,13 @@ def test_a_linear_layer_is_cut_for_its_rows(format: str) -> None:
         assert tiles * config.split_k >= 128, "as many programs as an H100 has multiprocessors"
         threads = 32 * config.num_warps
         assert all(max_registers(config, parts) * threads <= 1 << 16 for parts in (False, True))
+
+
+@pytest.mark.slow
+def test_plans_compile_for_a_card() -> None:
+    found = compile_for_card("plans")
+    assert len(found) == 3 * 3
+    assert {name: needs["stack"] for name, needs in found.items() if needs["stack"]} == {}
 
 
 @pytest.mark.slow

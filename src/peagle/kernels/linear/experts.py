@@ -5,7 +5,8 @@
 Assignments of tokens to experts are ordered by expert on the device, and cut into tiles that read
 the weight of their expert once. Nothing waits for the host, and every size follows from shapes, so
 that a CUDA graph can hold it all. `grouped_product` with one expert and no plan is the product of
-a packed linear layer.
+a packed linear layer. With many assignments FP8 weights may multiply FP8 activations
+(`fp8_experts`).
 
 Shapes: T tokens, C experts chosen for each, S = T * C assignments, E experts, H width, I width
 between the two products, N outputs and K inputs of a product.
@@ -21,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.launch import MAX_ARRIVALS, DeviceLimits, arrivals, launch, power_of_two
+from peagle.kernels.linear import fp8_experts
+from peagle.kernels.linear.fp8_activations import quantise
 from peagle.kernels.linear.packed_weights import FORMATS, FOUR_BIT_FORMATS, STEP, PackedWeight
 from peagle.kernels.linear.unpacking import (
     can_use_assembly,
@@ -41,6 +44,7 @@ _ALIGNED = 16  # bytes of a copy, and what Triton looks for in a number
 _EPILOGUE_OUTPUTS = 1024  # outputs that one program finishes
 _SUM_OUTPUTS = 512  # outputs of a token that one program sums
 _MAX_PLANNED = 4096  # assignments that one program orders
+_PLANNED_BLOCK = 1024  # of more, assignments of each program
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,8 @@ class ExpertWeights:
         gate_up: [E, 2I, H]; down: [E, H, I].
         gate: what happens between them.
         gate_up_bias: [E, 2I]; down_bias: [E, H]; None: there is none.
+        fp8_activations: round activations to FP8 where `uses_fp8` says so; the weights must be
+            those of `fp8_experts.fits_fp8`, the gate "silu", and there is no bias.
     """
 
     gate_up: PackedWeight
@@ -83,6 +89,13 @@ class ExpertWeights:
     gate: Gate
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    fp8_activations: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fp8_activations:
+            assert fp8_experts.fits_fp8(self.gate_up) and fp8_experts.fits_fp8(self.down)
+            assert self.gate.activation == "silu"
+            assert self.gate_up_bias is None and self.down_bias is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +183,12 @@ def uses_library(x: Tensor, weight: PackedWeight, num_assignments: int) -> bool:
     return is_fit and num_assignments >= many * weight.num_experts
 
 
+def uses_fp8(experts: ExpertWeights, num_assignments: int) -> bool:
+    """Return whether a layer's experts multiply FP8 activations: many rows, where they may."""
+    many = fp8_experts.MIN_ROWS * experts.gate_up.num_experts
+    return experts.fp8_activations and num_assignments >= many
+
+
 def can_use_registers(x: Tensor, weight: PackedWeight) -> bool:
     """Return whether the kinds of `packed_gluon` can multiply these.
 
@@ -209,7 +228,10 @@ def run_experts(
         [up.scale, down.scale],
         [up.zero, down.zero],
         [experts.gate_up_bias, experts.down_bias],
-        [*layout_of(up), *layout_of(down), ACTIVATIONS.index(gate.activation)],
+        [
+            *(*layout_of(up), *layout_of(down), ACTIVATIONS.index(gate.activation)),
+            int(experts.fp8_activations),
+        ],
         [gate.alpha, gate.limit],
     )
 
@@ -245,14 +267,16 @@ def _experts(
     layout: list[int],
     gate: list[float],
 ) -> Tensor:
-    *layouts, activation = layout
+    *layouts, activation, is_fp8 = layout
     up = make_weight(data[0], scale[0], zero[0], layouts[:5])
     down = make_weight(data[1], scale[1], zero[1], layouts[5:])
     kind: Any = ACTIVATIONS[activation]
     (num_tokens, chosen), num_experts = index.shape, up.num_experts
     index_S = index.reshape(-1)
+    experts = ExpertWeights(up, down, Gate(kind, *gate), bias[0], bias[1], bool(is_fp8))
+    if uses_fp8(experts, index_S.numel()):
+        return weighted_sum(experts_in_fp8(x, index_S, experts, chosen), weight)
     if uses_library(x, up, index_S.numel()):
-        experts = ExpertWeights(up, down, Gate(kind, *gate), *bias)
         return weighted_sum(experts_of_many(x, index_S, experts, chosen), weight)
     up_config, down_config = (
         choose_config(index_S.numel(), num_experts, w, registers=can_use_registers(x, w))
@@ -263,7 +287,7 @@ def _experts(
         for block_m in {up_config.block_m, down_config.block_m}:
             plans[block_m] = plan_tiles(index_S, num_experts, block_m)
     inner_SI = grouped_product(
-        x, up, bias[0], Gate(kind, *gate),
+        x, up, bias[0], experts.gate,
         index_S=index_S, plan=plans.get(up_config.block_m), chosen=chosen, config=up_config,
     )  # fmt: skip
     y_SH = grouped_product(
@@ -345,22 +369,30 @@ def plan_tiles(index_S: Tensor, num_experts: int, block_m: int) -> Tensor:
 
 
 def _plan_many(plan: Tensor, index_S: Tensor, experts: int, rows: int, most: int) -> None:
-    """`plan_kernel` in torch, for any number of assignments."""
+    """Fill a plan in two launches, of a program for each `_PLANNED_BLOCK` assignments."""
+    from peagle.kernels.linear import experts_triton
+
     count = index_S.numel()
-    _, plan[:count] = torch.sort(index_S, stable=True)
-    ones = torch.ones_like(index_S, dtype=torch.int64)
-    counts = torch.zeros(experts, dtype=torch.int64, device=index_S.device)
-    counts.scatter_add_(0, index_S.long(), ones)
-    ends, last_tiles = counts.cumsum(0), (-(-counts // rows)).cumsum(0)
-    tile = torch.arange(most, device=index_S.device)
-    expert = torch.searchsorted(last_tiles, tile, right=True)
-    is_tile, expert = expert < experts, expert.clamp(max=experts - 1)
-    in_expert = tile - (last_tiles - -(-counts // rows))[expert]
-    first = (ends - counts)[expert] + in_expert * rows
-    tiles = plan[count:].view(3, most)
-    tiles[0] = torch.where(is_tile, expert, -1)
-    tiles[1] = first
-    tiles[2] = torch.minimum(first + rows, ends[expert])
+    blocks = -(-count // _PLANNED_BLOCK)
+    counts, places = torch.empty(2, blocks, experts, dtype=torch.int32, device=plan.device)
+    sizes: Any = {"BLOCK": _PLANNED_BLOCK, "EXPERTS": power_of_two(experts), "num_warps": 4}
+    launch(experts_triton.count_kernel, (blocks,), counts, index_S, count, experts, **sizes)
+    launch(
+        experts_triton.place_kernel,
+        (blocks,),
+        plan,
+        plan[count:],
+        places,
+        counts,
+        index_S,
+        count,
+        experts,
+        most,
+        BLOCK_M=rows,
+        ROWS=16,
+        TILES=32,
+        **sizes,
+    )
 
 
 def experts_of_many(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chosen: int) -> Tensor:
@@ -369,10 +401,11 @@ def experts_of_many(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chose
     Weights are unpacked before. With many rows this costs less than tiles that unpack the same
     weight again.
     """
-    expert_S, order_S = torch.sort(index_S, stable=True)
-    counts = torch.zeros(experts.gate_up.num_experts, dtype=torch.int64, device=x_TH.device)
-    counts.scatter_add_(0, index_S.long(), torch.ones_like(index_S, dtype=torch.int64))
-    ends = counts.cumsum(0).to(torch.int32)
+    num_experts = experts.gate_up.num_experts
+    order_S = plan_tiles(index_S, num_experts, _LIBRARY_ROWS)[: index_S.numel()]
+    expert_S = index_S[order_S]
+    numbers = torch.arange(num_experts, dtype=index_S.dtype, device=x_TH.device)
+    ends = torch.searchsorted(expert_S, numbers, right=True, out_int32=True)
 
     def product(x_SK: Tensor, weight: PackedWeight) -> Tensor:
         return F.grouped_mm(x_SK, unpack_weight(weight, x_SK.dtype).mT, offs=ends)
@@ -381,6 +414,24 @@ def experts_of_many(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chose
     inner_SI = _epilogue(y_SN, experts.gate_up_bias, experts.gate, expert_S)
     y_SH = product(inner_SI, experts.down)
     return _epilogue(y_SH, experts.down_bias, None, expert_S, order_S)
+
+
+def experts_in_fp8(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chosen: int) -> Tensor:
+    """Compute the outputs of all assignments, [S, H], with FP8 activations before both products.
+
+    NaN or infinity in a row of x changes the outputs of no other row.
+    """
+    up, count = experts.gate_up, index_S.numel()
+    config = fp8_experts.choose_config(count, up.num_experts, DeviceLimits.of(x_TH.device))
+    shared: Any = {
+        "plan": plan_tiles(index_S, up.num_experts, config.block_m),
+        "num_assignments": count,
+        "dtype": x_TH.dtype,
+        "config": config,
+    }
+    rows = quantise(x_TH.contiguous(), tiled=True)
+    inner_SI = fp8_experts.experts_product(rows, up, has_gate=True, chosen=chosen, **shared)
+    return fp8_experts.experts_product(quantise(inner_SI, tiled=True), experts.down, **shared)
 
 
 def _epilogue(

@@ -66,6 +66,83 @@ def plan_kernel(
     tl.store(tiles_ptr + t, -1, mask=(t >= tl.sum(num_tiles, 0)) & (t < max_tiles))
 
 
+@triton.jit(do_not_specialize=["num_assignments"])
+def count_kernel(
+    counts_ptr,  # int32 [blocks, E]
+    index_ptr,  # [S]: the expert of an assignment
+    num_assignments,
+    num_experts,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Count the assignments of each expert in a block of BLOCK assignments."""
+    s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_one = s < num_assignments
+    expert = tl.load(index_ptr + s, mask=is_one, other=0).to(tl.int32)
+    e = tl.arange(0, EXPERTS)
+    counts = tl.histogram(expert, EXPERTS, mask=is_one)
+    tl.store(counts_ptr + tl.program_id(0) * num_experts + e, counts, mask=e < num_experts)
+
+
+@triton.jit(do_not_specialize=["num_assignments", "max_tiles"])
+def place_kernel(
+    order_ptr,  # of `plan_kernel`
+    tiles_ptr,
+    next_ptr,  # int32 [blocks, E], for this kernel alone
+    counts_ptr,  # int32 [blocks, E], of `count_kernel`
+    index_ptr,  # [S]
+    num_assignments,
+    num_experts,
+    max_tiles,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,  # blocks whose counts are read at once
+    TILES: tl.constexpr,  # tiles that are written at once
+):
+    """Plan as `plan_kernel` does: a program orders its block, and writes a share of the tiles."""
+    # Sum the counts of all blocks, and of those before this one.
+    block, num_blocks = tl.program_id(0), tl.num_programs(0)
+    e = tl.arange(0, EXPERTS)
+    is_expert = e < num_experts
+    counts = tl.zeros([EXPERTS], tl.int32)
+    before = counts
+    for first_row in range(0, num_blocks, ROWS):
+        row = first_row + tl.arange(0, ROWS)[:, None]
+        mask = (row < num_blocks) & is_expert[None, :]
+        part = tl.load(counts_ptr + row * num_experts + e[None, :], mask=mask, other=0)
+        counts += tl.sum(part, 0)
+        before += tl.sum(tl.where(row < block, part, 0), 0)
+    first = tl.cumsum(counts, 0) - counts
+
+    # Order the assignments of this block.
+    next_ptr += block * num_experts
+    tl.store(next_ptr + e, first + before, mask=is_expert)
+    tl.debug_barrier()
+    s = block * BLOCK + tl.arange(0, BLOCK)
+    is_one = s < num_assignments
+    expert = tl.load(index_ptr + s, mask=is_one, other=0).to(tl.int32)
+    place = tl.atomic_add(next_ptr + expert, 1, mask=is_one)
+    tl.store(order_ptr + place, s, mask=is_one)
+
+    # Find the expert of each tile: the only one whose tiles it is among.
+    num_tiles = tl.cdiv(counts, BLOCK_M)
+    first_tile = tl.cumsum(num_tiles, 0) - num_tiles
+    for share in range(block * TILES, max_tiles, num_blocks * TILES):
+        t = share + tl.arange(0, TILES)
+        in_expert = t[:, None] - first_tile[None, :]
+        is_own = (in_expert >= 0) & (in_expert < num_tiles[None, :])
+        begin = first[None, :] + in_expert * BLOCK_M
+        end = tl.minimum(begin + BLOCK_M, (first + counts)[None, :])
+        is_tile = t < max_tiles
+        owner = tl.sum(tl.where(is_own, e[None, :] + 1, 0), 1) - 1
+        tl.store(tiles_ptr + t, owner, mask=is_tile)
+        begin = tl.sum(tl.where(is_own, begin, 0), 1)
+        tl.store(tiles_ptr + max_tiles + t, begin, mask=is_tile)
+        end = tl.sum(tl.where(is_own, end, 0), 1)
+        tl.store(tiles_ptr + 2 * max_tiles + t, end, mask=is_tile)
+
+
 @triton.jit
 def _gated(gate, up, alpha, limit, GATE: tl.constexpr):
     """Return the activation of gate and up, in float32."""

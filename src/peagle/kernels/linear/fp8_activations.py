@@ -28,23 +28,40 @@ class QuantisedRows:
         q: [M, K], and after them rows without values, up to a multiple of what the library takes.
         scale: float32 [K / 128, rows of q], which the library reads as [rows of q, K / 128].
         num_rows: M.
+        is_tiled: the inputs of a row lie in the order of `tiled_inputs`.
     """
 
     q: Tensor
     scale: Tensor
     num_rows: int
+    is_tiled: bool = False
 
     def dequantise(self) -> Tensor:
-        """Return the numbers in float32, [M, K]."""
+        """Return the numbers in float32, [M, K], in the order of x."""
         numbers = self.q.float() * self.scale.T.repeat_interleave(BLOCK, 1)
+        if self.is_tiled:
+            numbers = numbers[:, tiled_inputs(numbers.shape[1]).argsort().to(numbers.device)]
         return numbers[: self.num_rows]
 
 
-def quantise(x: Tensor) -> QuantisedRows:
+def tiled_inputs(k: int) -> Tensor:
+    """Return the inputs of a row, int64 [K], in the order of the words of tiled FP8 weights.
+
+    A kernel turns each word of `packed_weights` into its four numbers, one a byte: in either half
+    of the word the number of pair 1 is in the low byte, that of pair 0 in the high one. Sums over K
+    come out the same if the inputs of x are in the same order.
+    """
+    place = torch.arange(k)
+    byte, group, thread = place % 4, place // 4 % 4, place // 16 % 4
+    return place // 64 * 64 + 16 * group + 8 * (1 - byte % 2) + 2 * thread + byte // 2
+
+
+def quantise(x: Tensor, *, tiled: bool = False) -> QuantisedRows:
     """Quantise rows in Triton, in one pass. NaN or infinity in a row changes no other row.
 
     Args:
         x: [M, K], contiguous; K is a multiple of 128.
+        tiled: put the inputs into the order of `tiled_inputs`, for products with tiled weights.
     """
     from peagle.kernels.linear import fp8_linear_triton
 
@@ -65,6 +82,7 @@ def quantise(x: Tensor) -> QuantisedRows:
             padded,
             ROWS=_QUANTISED_ROWS,
             LARGEST=torch.finfo(FP8).max,
+            TILED=tiled,
             num_warps=4,
         )
-    return QuantisedRows(q, scale, num_rows)
+    return QuantisedRows(q, scale, num_rows, tiled)

@@ -1,0 +1,314 @@
+"""Experts over FP8 activations in Triton, against plain torch on the same numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from peagle.kernels.launch import DeviceLimits
+from peagle.kernels.linear import experts as experts_module
+from peagle.kernels.linear import fp8_experts
+from peagle.kernels.linear.experts import (
+    ExpertWeights,
+    Gate,
+    experts_in_fp8,
+    plan_tiles,
+    run_experts,
+    run_experts_reference,
+    uses_fp8,
+)
+from peagle.kernels.linear.fp8_activations import FP8, QuantisedRows, quantise, tiled_inputs
+from peagle.kernels.linear.fp8_experts import choose_config, experts_product, fits_fp8
+from peagle.kernels.linear.fp8_linear import Fp8Config
+from peagle.kernels.linear.packed_weights import PackedWeight, make_fp8, pack_fp8
+from tests.kernels.compile_for_card import SHARED_BYTES, has_whole_words
+from tests.kernels.devices import DEVICES, INTERPRETED, compile_for_card
+from tests.kernels.gluon_in_torch import run_assembly
+from tests.kernels.linear.test_fp8_linear import quantise_in_torch
+
+pytest.importorskip("triton", reason="needs triton")
+SILU = Gate("silu")
+
+
+def quantise_exactly(x: Tensor, *, tiled: bool = False) -> QuantisedRows:
+    """`quantise` in plain torch: the interpreter drops the carry of some numbers."""
+    rows = quantise_in_torch(x)
+    q = rows.q.view(torch.uint8)[:, tiled_inputs(x.shape[1])].view(FP8) if tiled else rows.q
+    return replace(rows, q=q, is_tiled=tiled)
+
+
+@pytest.fixture
+def exact_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(experts_module, "quantise", quantise_exactly)
+
+
+def make_weight(experts: int, n: int, k: int, device: str) -> PackedWeight:
+    """A weight as a checkpoint stores it, with scales that differ and every sign and exponent."""
+    q = (torch.randn(experts, n, k) * torch.logspace(-3, 2, n)[:, None]).to(FP8)
+    scale = torch.rand(experts, n // 128, k // 128).add(0.5) / (60 * k**0.5)
+    return make_fp8(q.to(device), scale.to(device), (128, 128))
+
+
+def make_experts(experts: int, hidden: int, inner: int, device: str) -> ExpertWeights:
+    up = pack_fp8(torch.randn(experts, 2 * inner, hidden) / hidden**0.5, (128, 128))
+    down = pack_fp8(torch.randn(experts, hidden, inner) / inner**0.5, (128, 128))
+    up, down = (replace(w, data=w.data.to(device), scale=_on(w.scale, device)) for w in (up, down))
+    return ExpertWeights(up, down, SILU, fp8_activations=True)
+
+
+def _on(scale: Tensor | None, device: str) -> Tensor:
+    assert scale is not None
+    return scale.to(device)
+
+
+def make_tokens(tokens: int, experts: int, chosen: int, hidden: int, device: str) -> Any:
+    """States, the experts of each token and their weights; the first experts get most tokens, and
+    the last one of several none.
+    """
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    odds = torch.logspace(0, -2, max(experts - 1, 1)).expand(tokens, -1)
+    index = torch.multinomial(odds, chosen)
+    x, weights = torch.randn(tokens, hidden), torch.rand(tokens, chosen)
+    return x.to(device, dtype), index.to(device), weights.to(device, dtype)
+
+
+def products(x: Tensor, weight: PackedWeight, index_S: Tensor) -> Tensor:
+    """W[expert of s] x[s // chosen] in float64, one expert after the other."""
+    matrices = weight.unpack(torch.float64)
+    rows = x.double().repeat_interleave(len(index_S) // len(x), 0)
+    out = rows.new_empty(len(rows), weight.num_outputs)
+    for expert in index_S.unique().tolist():
+        out[index_S == expert] = F.linear(rows[index_S == expert], matrices[expert])
+    return out
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def test_assembly_makes_numbers_of_words() -> None:
+    """Every number of e4m3 at every place; inputs of x lie in the order that it leaves."""
+    from peagle.kernels.linear.fp8_linear_triton import _WORD_ASM
+
+    order = tiled_inputs(256)
+    assert sorted(order.tolist()) == list(range(256))
+    q = (torch.arange(256)[:, None] + 3 * torch.arange(256)).to(torch.uint8)
+    words = make_fp8(q.view(FP8), torch.ones(1, 1), (256, 256)).data.view(torch.int32)
+    numbers = run_assembly(_WORD_ASM.value, {"$1": words})["$0"]  # [rows of tiles, tiles, rows, 16]
+    found = numbers.transpose(1, 2).reshape(256, 64).to(torch.int32).view(torch.uint8)
+    assert torch.equal(found, q[:, order])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_quantises_in_the_order_of_tiles(device: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 384, device=device)
+    tiled, plain = quantise(x, tiled=True), quantise(x)
+    assert torch.equal(tiled.scale[:, :5], plain.scale[:, :5])
+    q = plain.q[:5].float()
+    assert torch.equal(tiled.q[:5].float(), q[:, tiled_inputs(384).to(device)])
+    assert torch.equal(tiled.dequantise(), plain.dequantise())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "config", [Fp8Config(16, 32, 4, 2, wx=True), Fp8Config(64, 64, 4, 3), Fp8Config(128, 128, 8, 2)]
+)
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "n", "k"),
+    [(1, 1, 1, 256, 128), (7, 5, 3, 256, 640), (41, 16, 4, 768, 128)],
+)
+def test_products_of_the_same_numbers(
+    tokens: int,
+    experts: int,
+    chosen: int,
+    n: int,
+    k: int,
+    has_gate: bool,
+    config: Fp8Config,
+    device: str,
+) -> None:
+    torch.manual_seed(tokens)
+    weight = make_weight(experts, n, k, device)
+    x, index, _ = make_tokens(tokens, experts, chosen, k, device)
+    index_S, rows = index.view(-1), quantise(x, tiled=True)
+    found = experts_product(
+        *(rows, weight, plan_tiles(index_S, experts, config.block_m)),
+        num_assignments=len(index_S),
+        has_gate=has_gate,
+        chosen=chosen,
+        dtype=x.dtype,
+        config=config,
+    )
+    expected = products(rows.dequantise(), weight, index_S)
+    expected = SILU(expected) if has_gate else expected
+    assert found.dtype == x.dtype
+    assert distance(found, expected) < (1e-5 if device == "cpu" else 4e-3)
+
+
+@pytest.mark.usefixtures("exact_rounding")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "hidden", "inner"),
+    [
+        (1, 1, 1, 128, 128),
+        (5, 4, 2, 384, 128),
+        (45, 16, 4, 128, 256),
+        pytest.param(97, 2, 1, 256, 384, marks=pytest.mark.slow),
+        pytest.param(300, 3, 2, 512, 128, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_with_fp8_activations(
+    tokens: int, experts: int, chosen: int, hidden: int, inner: int, device: str
+) -> None:
+    torch.manual_seed(tokens)
+    layer = make_experts(experts, hidden, inner, device)
+    x, index, weights = make_tokens(tokens, experts, chosen, hidden, device)
+    index_S = index.view(-1)
+    found = experts_in_fp8(x, index_S, layer, chosen)
+    inner_SI = SILU(products(quantise_in_torch(x).dequantise(), layer.gate_up, index_S))
+    rows = quantise_in_torch(inner_SI.to(x.dtype)).dequantise()
+    expected = products(rows, layer.down, index_S)
+    # Sums in another order lead some numbers between both products to the next one of FP8.
+    assert distance(found, expected) < 1e-2
+    found = (found.view(tokens, chosen, hidden) * weights[..., None]).sum(1)
+    assert distance(found, run_experts_reference(x, index, weights, layer).double()) < 2**-4
+
+
+@pytest.mark.usefixtures("exact_rounding")
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_assignments_use_fp8(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = make_experts(2, 128, 128, device)
+    off = replace(layer, fp8_activations=False)
+    asked: list[int] = []
+    choose = choose_config
+
+    def count(assignments: int, *others: Any) -> Fp8Config:
+        asked.append(assignments)
+        return choose(assignments, *others)
+
+    monkeypatch.setattr(fp8_experts, "choose_config", count)
+    for tokens, is_fp8 in ((1, False), (31, False), (32, True), (75, True)):
+        assert uses_fp8(layer, 2 * tokens) == is_fp8 and not uses_fp8(off, 2 * tokens)
+        x, index, weights = make_tokens(tokens, 3, 2, 128, device)
+        found, plain = (run_experts(x, index, weights, one) for one in (layer, off))
+        assert torch.equal(found, plain) != is_fp8
+        assert distance(found, plain.double()) < 2**-4
+    assert asked == [64, 150]
+    assert uses_fp8(make_experts(16, 128, 128, "cpu"), 512)
+
+
+def test_weights_that_fit() -> None:
+    fp8 = torch.randn(2, 256, 128)
+    assert fits_fp8(pack_fp8(fp8, (128, 128)))
+    others = [pack_fp8(fp8, (1, 128)), PackedWeight(fp8), pack_fp8(fp8[:, :200], (128, 128))]
+    others.append(pack_fp8(torch.randn(2, 256, 192), (128, 128)))
+    assert not any(fits_fp8(weight) for weight in others)
+    layer = make_experts(2, 128, 128, "cpu")
+    bias = torch.zeros(2, 128)
+    for change in ({"down": others[0]}, {"gate": Gate("gelu_tanh")}, {"down_bias": bias}):
+        with pytest.raises(AssertionError):
+            replace(layer, **change)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_tokens_stay_alone(bad: float, device: str) -> None:
+    torch.manual_seed(0)
+    layer = make_experts(2, 128, 128, device)
+    x, index, weights = make_tokens(40, 3, 2, 128, device)
+    x[2] = 0
+    expected = run_experts(x, index, weights, layer)
+    assert not expected[2].any(), "a token of zeros gives zeros"
+    x[7, 100] = bad
+    found = run_experts(x, index, weights, layer)
+    if device == "cuda":  # the interpreter makes another number of NaN in FP8
+        assert found[7].isnan().all()
+    others = [token for token in range(40) if token != 7]
+    assert torch.equal(found[others], expected[others])
+
+
+def test_tiles_follow_the_rows() -> None:
+    def label(assignments: int, experts: int, shared: int = 227 * 1024) -> str:
+        return choose_config(assignments, experts, DeviceLimits(132, shared)).label
+
+    assert label(32 * 128, 128) == label(64 * 128, 128) == "xw m64 n64 w4 st3 s1"
+    assert label(64 * 128 + 1, 128) == "xw m128 n64 w8 st3 s1"
+    assert label(1 << 20, 1, 65_536) == "xw m128 n64 w8 st2 s1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_compiler_sees_one_operator(device: str) -> None:
+    torch.manual_seed(0)
+    layer = make_experts(2, 128, 128, device)
+
+    def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return run_experts(x, index, weights, layer) + x
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
+    for tokens in (3, 40):  # without and with FP8 activations
+        given = make_tokens(tokens, 3, 2, 128, device)
+        assert torch.equal(compiled(*given), run(*given))
+
+
+class _NoWaits(TorchDispatchMode):
+    """Refuses operators that read values of a device, as a CUDA graph does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        assert not name.startswith(("_local_scalar_dense", "nonzero", "masked_select")), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("experts", "fp8_experts", "fp8_activations"):
+        monkeypatch.setattr(f"peagle.kernels.linear.{module}.launch", lambda *_, **__: None)
+    layer = make_experts(2, 128, 128, "cpu")
+    for tokens in (40, 3000):
+        x, index, weights = make_tokens(tokens, 3, 2, 128, "cpu")
+        with _NoWaits():
+            out = run_experts(x, index, weights, layer)
+            assert out.shape == x.shape
+            with pytest.raises(AssertionError, match="_local_scalar_dense"):
+                int(index[0, 0])
+
+
+@pytest.mark.gpu
+def test_a_graph_computes_the_same() -> None:
+    torch.manual_seed(0)
+    layer = make_experts(4, 256, 128, "cuda")
+    x, index, weights = make_tokens(100, 5, 2, 256, "cuda")
+    run_experts(x, index, weights, layer)  # outside of graphs first, as the engine does
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run_experts(x, index, weights, layer)
+    for _ in range(2):
+        for old, new in zip((x, index), make_tokens(100, 5, 2, 256, "cuda"), strict=False):
+            old.copy_(new)
+        graph.replay()
+        assert torch.equal(out, run_experts(x, index, weights, layer))
+
+
+@pytest.mark.slow
+def test_compiles_for_cards() -> None:
+    found = compile_for_card("fp8_of_experts")
+    assert found.pop("quantise")["stack"] == 0 and len(found) == 2 * 2 * 2
+    for name, needs in found.items():
+        capability = int(name.split()[0])
+        assert needs["mma"] and needs["wgmma"] == (capability == 90), name
+        assert needs["shared"] <= SHARED_BYTES[capability], name
+        assert needs["stack"] <= 16, f"{name} has too few registers"
+        assert needs["whole_words"], f"{name} splits the words that assembly reads"
+    split = "tt.elementwise_inline_asm %w -> tensor<16x128xi8, #ttg.dot_op<{kWidth = 2}>> loc(#1)"
+    assert not has_whole_words(split) and has_whole_words(split.replace("2}", "4}"))
