@@ -40,7 +40,7 @@ def pack_all(values: Sequence[Tensor], *, pin_memory: bool = False) -> tuple[Ten
     sizes = (-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values)
     *starts, end = accumulate(sizes, initial=0)
     packed = torch.empty(end, dtype=torch.uint8, pin_memory=pin_memory)
-    into = memoryview(packed.numpy())
+    into = memoryview(packed.numpy().data)
     for start, value in zip(starts, values, strict=True):
         into[start : start + value.nbytes] = value.numpy().tobytes()
     return packed, starts
