@@ -19,6 +19,7 @@ SHARED = {
     "choose_config": {
         "kernels/attention/paged_attention.py",
         "kernels/linear/experts.py",
+        "kernels/linear/fp8_experts.py",
         "kernels/linear/fp8_linear.py",
         "kernels/linear/skinny_linear.py",
     },

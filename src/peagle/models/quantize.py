@@ -151,4 +151,4 @@ def _quantize_experts(
         if module.has_bias:
             parts = (module.gate_up_proj_bias, module.down_proj_bias)
             biases = [bias.detach().to(device) for bias in parts]
-        hold_experts(module, ExpertWeights(*weights, gate, biases[0], biases[1]))
+        hold_experts(module, ExpertWeights(weights[0], weights[1], gate, biases[0], biases[1]))
