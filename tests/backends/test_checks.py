@@ -35,10 +35,6 @@ def test_nothing_to_say_of_a_sound_launch(gpu):
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, with a head for parallel"),
         ({"tensor_parallel_size": 16}, "draft_tensor_parallel_size"),
         ({"extra": ("--trust-remote-code",)}, "runs code out of a model"),
-        (
-            {"speculative": replace(PEAGLE, num_speculative_tokens_per_batch_size=((1, 2, 3),))},
-            "num_speculative_tokens_per_batch_size .* drafts wrongly",
-        ),
     ],
 )
 def test_refused(gpu, change, message):
@@ -55,6 +51,23 @@ def test_k_by_itself_is_not_of_vllm(gpu):
 def test_a_schedule_is_fine_for_heads_that_draft_one_by_one(gpu):
     config = replace(EAGLE3, num_speculative_tokens_per_batch_size=((1, 2, 3),))
     assert check_launch(VllmLaunch(str(BUNDLED_TARGET), config), gpu) == ()
+
+
+def test_a_schedule_of_a_parallel_head_needs_the_plugin(gpu, monkeypatch):
+    config = replace(PEAGLE, num_speculative_tokens_per_batch_size=((1, 2, 3), (3, 8, 0)))
+    launch = replace(LAUNCH, speculative=config)
+    assert check_launch(launch, gpu) == ()
+    (note,) = check_launch(replace(launch, data_parallel_size=2), gpu)
+    assert note == "vLLM has one K for all loads with data parallelism: it leaves the schedule out"
+    refused = "num_speculative_tokens_per_batch_size was given.*: .*%s.* Leave it out"
+    alone = replace(launch, speculative=replace(config, correction=False))
+    with pytest.raises(UserError, match=refused % "the correction is off"):
+        check_launch(alone, gpu)
+    with pytest.raises(UserError, match=refused % "vLLM 0.31.* drafts wrongly with both"):
+        check_launch(launch, replace(gpu, version="0.31.0"))
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(UserError, match=refused % "VLLM_PLUGINS is 'other'"):
+        check_launch(launch, gpu)
 
 
 @pytest.mark.parametrize("value", ["1", "true"])

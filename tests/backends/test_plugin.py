@@ -96,13 +96,24 @@ class Proposer:
 
     method, parallel_drafting, num_speculative_tokens = "eagle3", True, 4
     device, dtype = torch.device("cpu"), torch.float32
+    speculative_config = SimpleNamespace(num_speculative_tokens=4)
     _enable_probabilistic_draft_probs = False
+    _last_draft_probs: Tensor | None = None
 
     def load_model(self, target_model: Any) -> None:
         self.loaded = target_model
 
     def _sample_draft_tokens(self, hidden: Tensor, metadata: Any) -> tuple[str, Tensor, Any]:
         return "as without peagle", hidden, metadata
+
+    def propose(self, num_speculative_tokens: int, slots_R: Tensor, *, draws: bool) -> Tensor:
+        """K slots of each request, read as if there were as many as the step wants."""
+        self.num_speculative_tokens = num_speculative_tokens
+        if not num_speculative_tokens:
+            return torch.empty(len(slots_R) // 4, 0, dtype=torch.int64)
+        drafts_BK = slots_R.view(-1, num_speculative_tokens)
+        self._last_draft_probs = drafts_BK.unsqueeze(-1) / 100 if draws else None
+        return drafts_BK
 
     def _sample_from_logits(self, logits: Tensor, metadata: Any) -> tuple[Tensor, Tensor | None]:
         if not self._enable_probabilistic_draft_probs:
@@ -132,6 +143,25 @@ def loaded_with(proposer: Any, head: Path, target: Path = BUNDLED_TARGET) -> Any
     )
     proposer.load_model("the target")
     return proposer
+
+
+# ---- fewer drafts than K --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
+def test_a_step_gets_the_first_drafts_of_each_request(proposer: Any, k: int, draws: bool) -> None:
+    slots_BK = torch.arange(12).view(3, 4)
+    drafts_BK = proposer.propose(k, slots_BK.flatten(), draws=draws)
+    assert drafts_BK.is_contiguous() and drafts_BK.tolist() == slots_BK[:, :k].tolist()
+    if draws and k:
+        assert torch.equal(proposer._last_draft_probs, drafts_BK.unsqueeze(-1) / 100)
+
+
+def test_other_drafters_are_left_as_they_are(proposer: Any) -> None:
+    proposer.parallel_drafting = False
+    drafts_BK = proposer.propose(num_speculative_tokens=2, slots_R=torch.arange(6), draws=False)
+    assert drafts_BK.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
 # ---- the correction of a head ---------------------------------------------------------------

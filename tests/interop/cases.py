@@ -98,6 +98,13 @@ SPLIT = (
     *("llama-4-layers", "llama-4-layers-pruned", "llama-4-layers-wider"),
     *("llama-4-layers-pruned-wider", "llama-1-layer"),
 )
+# Schedules of K, by the number of requests that run: fewer drafts, none, and both by the load.
+Schedule = tuple[tuple[int, int, int], ...]
+SCHEDULES: dict[str, Schedule] = {
+    "two": ((1, 1, 2),),
+    "none": ((1, 1, 0),),
+    "by load": ((1, 1, K), (2, 2, 2), (3, 3, 0)),
+}
 
 
 class Ours:

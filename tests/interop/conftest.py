@@ -19,7 +19,7 @@ from peagle.backends.vllm.launch import VllmLaunch
 from peagle.config import SpeculativeConfig
 from peagle.models.checkpoint import CORRECTION_NAME
 from tests.corrections import add_correction
-from tests.interop.cases import CASES, MAX_TOKENS, SPLIT, Case, K, Ours
+from tests.interop.cases import CASES, MAX_TOKENS, SCHEDULES, SPLIT, Case, K, Ours, Schedule
 from tests.interop.trained import PAIRS
 
 RUNNER = Path(__file__).parent / "run_heads.py"
@@ -108,6 +108,23 @@ def split_theirs(
     return _run_all(installation, sides, some, place, correction=True, workers=2)
 
 
+@pytest.fixture(scope="session")
+def scheduled_theirs(
+    installation: VllmInstallation,
+    sides: dict[str, Ours],
+    corrected_folders: dict[str, dict[str, Path]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, dict[str, Any]]:
+    """The same of two heads with `SCHEDULES` of K; all prompts run together where K varies."""
+    some = {name: corrected_folders[name] for name in SPLIT[:2]}
+    told: dict[str, dict[str, Any]] = {}
+    for name, schedule in SCHEDULES.items():
+        place = tmp_path_factory.mktemp(f"scheduled-{name}")
+        found = _run_all(installation, sides, some, place, correction=True, schedule=schedule)
+        told |= {f"{head}/{name}": one for head, one in found.items()}
+    return told
+
+
 def _run_all(
     installation: VllmInstallation,
     sides: dict[str, Ours],
@@ -116,6 +133,7 @@ def _run_all(
     *,
     correction: bool,
     workers: int = 1,
+    schedule: Schedule | None = None,
 ) -> dict[str, dict[str, Any]]:
     told: dict[str, dict[str, Any]] = {}
     for pair, ours in sides.items():
@@ -124,6 +142,8 @@ def _run_all(
             for style, folder in folders[case.name].items():
                 launch = _launch(case, folder, ours, correction=correction)
                 launch = replace(launch, tensor_parallel_size=workers)
+                if schedule is not None:
+                    launch = _scheduled(launch, schedule)
                 heads[f"{case.name}/{style}"] = {
                     **engine_arguments(launch, installation),
                     "disable_log_stats": False,
@@ -132,6 +152,7 @@ def _run_all(
         if not heads:
             continue
         job = {"prompts": ours.prompts, "max_tokens": MAX_TOKENS, "k": K, "heads": heads}
+        job["together"] = schedule is not None and len(schedule) > 1
         # In the runner's own process where one will do: a third of the time to start.
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(workers > 1))
         (place / pair).mkdir()
@@ -150,6 +171,12 @@ def _launch(case: Case, head: Path, ours: Ours, *, correction: bool) -> VllmLaun
         kv_cache_gib=1,
         enable_prefix_caching=False,
     )
+
+
+def _scheduled(launch: VllmLaunch, schedule: Schedule) -> VllmLaunch:
+    assert launch.speculative is not None
+    config = replace(launch.speculative, num_speculative_tokens_per_batch_size=schedule)
+    return replace(launch, speculative=config, max_num_seqs=schedule[-1][1])
 
 
 def _run(

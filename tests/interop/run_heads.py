@@ -2,10 +2,10 @@
 
     python run_heads.py JOB RESULTS
 
-JOB is JSON: {"prompts": [[token ids]], "max_tokens", "k", "heads": {name: arguments of LLM}}.
-RESULTS gets a line of JSON for each head as it is finished: {"name", "seconds", "outputs": [[token
-ids]], "counts": [[drafts, accepted at position 1, ...]]}, both by prompt, or {"name", "seconds",
-"error"}.
+JOB is JSON: {"prompts": [[token ids]], "max_tokens", "k", "together", "heads": {name: arguments of
+LLM}}. RESULTS gets a line of JSON for each head as it is finished: {"name", "seconds", "outputs":
+[[token ids]], "counts": [[drafts, accepted at position 1, ...]]}, both by prompt, or {"name",
+"seconds", "error"}. Prompts that run together have one line of counts.
 """
 
 import gc
@@ -35,10 +35,13 @@ def run(job: dict, arguments: dict) -> dict:
     llm = LLM(**arguments)
     params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True)
     outputs, counts, before = [], [], counters(llm, job["k"])
-    for prompt in job["prompts"]:  # one at a time, so that counters are each one's
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    # One at a time, so that counters are each one's, or all together.
+    groups = [job["prompts"]] if job["together"] else [[one] for one in job["prompts"]]
+    for group in groups:
+        prompts = [{"prompt_token_ids": prompt} for prompt in group]
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            outputs.append(list(output.outputs[0].token_ids))
         after = counters(llm, job["k"])
-        outputs.append(list(output.outputs[0].token_ids))
         counts.append([now - then for now, then in zip(after, before, strict=True)])
         before = after
     return {"outputs": outputs, "counts": counts}

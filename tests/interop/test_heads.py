@@ -86,6 +86,43 @@ def test_with_the_plugin_two_workers_correct_as_we_do(
     assert_alike(their, corrected_by_us[name], sides["llama"])
 
 
+@pytest.mark.parametrize("name", SPLIT[:2])
+def test_with_the_plugin_a_schedule_gets_the_first_drafts_of_each_request(
+    name: str,
+    scheduled_theirs: dict[str, dict[str, Any]],
+    corrected_folders: dict[str, dict[str, Path]],
+    sides: dict[str, Ours],
+) -> None:
+    """Counts are those of our engine with K = 2."""
+    their = scheduled_theirs[f"{name}/vllm/two"]
+    assert "error" not in their, their["error"]
+    options = {"correction": True, "num_speculative_tokens": 2}
+    ours = sides["llama"].speculate(corrected_folders[name]["vllm"], **options)
+    assert not any(any(counts[3:]) for counts in their["counts"])
+    assert_alike({**their, "counts": [c[:3] for c in their["counts"]]}, ours, sides["llama"])
+
+
+@pytest.mark.parametrize("name", SPLIT[:2])
+@pytest.mark.parametrize("schedule", ["none", "by load"])
+def test_with_the_plugin_outputs_do_not_follow_the_schedule(
+    name: str,
+    schedule: str,
+    scheduled_theirs: dict[str, dict[str, Any]],
+    sides: dict[str, Ours],
+) -> None:
+    their = scheduled_theirs[f"{name}/vllm/{schedule}"]
+    assert "error" not in their, their["error"]
+    parted = [a != b for a, b in zip(their["outputs"], sides["llama"].answers, strict=True)]
+    assert sum(parted) <= MOST_PARTED
+    drafts, *accepted = map(sum, zip(*their["counts"], strict=True))
+    if schedule == "none":
+        assert not drafts
+        return
+    # Two requests run after six that drafted nothing, at last one of them alone with all K.
+    assert drafts > accepted[0] >= accepted[1] > accepted[2] > 0
+    assert accepted[0] > drafts / 2
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_counts_say_something(
     case: Case, told_by_us: dict[str, list[tuple[list[int], list[int]]]]

@@ -131,11 +131,7 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
             )
         return
     if config.num_speculative_tokens_per_batch_size is not None:
-        raise UserError(
-            "num_speculative_tokens_per_batch_size was given, with a head for parallel drafting: "
-            "vLLM 0.32 crashes with both, or drafts wrongly. Leave it out; "
-            "num_speculative_tokens is K for every batch."
-        )
+        yield from _check_schedule(launch, installation)
     if os.environ.get(V2_VARIABLE, "").strip().lower() in ("1", "true"):
         raise UserError(
             f"{V2_VARIABLE} is {os.environ[V2_VARIABLE]!r}: vLLM's model runner V2 does not draft "
@@ -150,12 +146,36 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
         )
 
 
+def _check_schedule(launch: VllmLaunch, installation: VllmInstallation) -> Iterator[str]:
+    """Refuse a schedule of K for a P-EAGLE head where the plugin does not serve it."""
+    given = "num_speculative_tokens_per_batch_size was given, with a head for parallel drafting"
+    reason = None
+    if installation.release not in TESTED_VERSIONS:
+        reason = f"{installation} drafts wrongly with both, and peagle knows vLLM {TESTED_TEXT}"
+    elif not _names_plugin():
+        reason = (
+            f"vLLM drafts wrongly with both unless peagle's plugin runs there, and VLLM_PLUGINS is "
+            f"{os.environ['VLLM_PLUGINS']!r}"
+        )
+    elif launch.speculative is not None and not launch.speculative.correction:
+        reason = "that needs peagle's plugin, which corrects drafts too, and the correction is off"
+    if reason is not None:
+        raise UserError(f"{given}: {reason}. Leave it out; num_speculative_tokens is K then.")
+    if launch.data_parallel_size > 1:
+        yield "vLLM has one K for all loads with data parallelism: it leaves the schedule out"
+
+
+def _names_plugin() -> bool:
+    """Return whether vLLM loads peagle's plugin."""
+    return "peagle" in os.environ.get("VLLM_PLUGINS", "peagle").split(",")
+
+
 def _correction_notes(installation: VllmInstallation) -> Iterator[str]:
     if installation.release not in TESTED_VERSIONS:
         yield (
             f"the head has a correction, which needs vLLM {TESTED_TEXT}: this one drafts without it"
         )
-    elif "peagle" not in os.environ.get("VLLM_PLUGINS", "peagle").split(","):
+    elif not _names_plugin():
         yield (
             f"the head has a correction, and VLLM_PLUGINS is {os.environ['VLLM_PLUGINS']!r}: vLLM "
             "drafts without it, unless the list names peagle too"

@@ -1,5 +1,6 @@
 # pyright: reportMissingImports=false
-"""peagle as a plugin of vLLM: with PEAGLE_VLLM=1 a P-EAGLE head drafts there with its correction.
+"""peagle as a plugin of vLLM: with PEAGLE_VLLM=1 a P-EAGLE head drafts there with its correction,
+and as many tokens as a schedule of K asks for.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). Without the
 variable nothing is imported and nothing changes.
@@ -12,7 +13,7 @@ from peagle.backends.vllm.facts import PLUGIN_VARIABLE, TESTED_TEXT, TESTED_VERS
 
 
 def register() -> None:
-    """Let vLLM's proposer correct the drafts of P-EAGLE heads, if PEAGLE_VLLM is 1.
+    """Let vLLM's proposer correct and shorten the drafts of P-EAGLE heads, if PEAGLE_VLLM is 1.
 
     Another vLLM than the tested ones, or one whose proposer cannot be replaced, serves as without
     the plugin, and one line says so. Raises nothing.
@@ -24,9 +25,10 @@ def register() -> None:
 
         if (release := tuple(version[:2])) not in TESTED_VERSIONS:
             raise RuntimeError(f"it knows vLLM {TESTED_TEXT}, and this is {dotted(release)}")
-        from peagle.backends.vllm.corrected_drafts import install
+        from peagle.backends.vllm import corrected_drafts, shorter_drafts
 
-        install()
+        corrected_drafts.install()
+        shorter_drafts.install()
     except Exception as error:
         message = "peagle steps aside: %s. vLLM drafts without corrections."
         logging.getLogger("vllm.peagle").warning(message, error)
