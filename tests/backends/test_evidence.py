@@ -87,3 +87,18 @@ def test_other_ways_to_draft():
     assert judge(scheduled, counts, None, is_parallel=False) == ()
     with pytest.raises(UserError, match="another length than K = 4"):
         eagle3(counts, None)
+
+
+def test_a_schedule_may_draft_fewer_or_none():
+    schedule = ((1, 2, 4), (3, 8, 0))
+    scheduled = replace(HEAD, num_speculative_tokens_per_batch_size=schedule)
+    (note,) = judge(scheduled, DraftCounts(), facts(), is_parallel=True)
+    assert "K = 0" in note
+    assert (
+        judge(scheduled, DraftCounts(90, 300, 110, (60, 40, 10)), facts(), is_parallel=True) == ()
+    )
+    with pytest.raises(UserError, match="drafts after the first are not accepted"):
+        judge(scheduled, DraftCounts(90, 300, 60, (60, 0, 0)), facts(), is_parallel=True)
+    some = replace(scheduled, num_speculative_tokens_per_batch_size=((1, 8, 2),))
+    with pytest.raises(UserError, match="no drafts at all"):
+        judge(some, DraftCounts(), facts(), is_parallel=True)

@@ -64,20 +64,22 @@ def judge(
         raise _refusal(f"parallel_drafting is {running.get('parallel_drafting')} in the engine")
     if counts is None:
         raise _refusal("it has no counters vllm:spec_decode_* at /metrics")
-    looks_up = config.method == "ngram"
+    looks_up, schedule = config.method == "ngram", config.num_speculative_tokens_per_batch_size
     if not counts.num_drafts:
         if looks_up:
             return ("the probes brought no drafts: prompt lookup found nothing to repeat",)
+        if any(entry[-1] == 0 for entry in schedule or ()):
+            return ("the probes brought no drafts: the schedule has K = 0 for some loads",)
         raise _refusal("its counters show no drafts at all")
     k = config.k
     most = k * counts.num_drafts
-    has_one_k = not looks_up and config.num_speculative_tokens_per_batch_size is None
+    has_one_k = not looks_up and schedule is None
     # The last draft of a text may be shorter.
     least = most - (k - 1) * num_requests if has_one_k else 0
     if not least <= counts.num_draft_tokens <= most:
         raise _refusal(f"its counters show drafts of another length than K = {k} ({counts})")
-    if not is_parallel or k == 1:  # one token is one pass either way
-        return ()
+    if not is_parallel or counts.num_draft_tokens == counts.num_drafts:
+        return ()  # one token is one pass either way
     first, second, *_ = (*counts.num_accepted_tokens_per_pos, 0, 0)
     if first < max(_MIN_ACCEPTED, _MIN_ACCEPTED_SHARE * counts.num_drafts):
         return (
