@@ -119,7 +119,7 @@ def test_with_the_plugin_outputs_do_not_follow_the_schedule(
         assert not drafts
         return
     # Two requests run after six that drafted nothing, at last one of them alone with all K.
-    assert drafts > accepted[0] >= accepted[1] > accepted[2] > 0
+    assert drafts > accepted[0] >= accepted[1] > 0
     assert accepted[0] > drafts / 2
 
 
