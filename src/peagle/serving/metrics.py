@@ -31,6 +31,7 @@ from peagle import __version__
 if TYPE_CHECKING:
     from peagle.engine.outputs import RequestOutput
     from peagle.engine.stats import EngineStats, SpeculationStats
+    from peagle.serving.recording import Recorder
 
 Failure = Literal["cancelled", "refused", "timeout", "invalid", "error"]
 
@@ -113,10 +114,12 @@ class Metrics:
 
     Args:
         model_name: the label `model_name` of every sample.
+        recorder: its counts are given out, where there is one.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, recorder: Recorder | None = None) -> None:
         self._model_name = model_name
+        self._recorder = recorder
         self._engines: dict[int, _Engine] = {}
         self._waiting: dict[int, float] = {}
         self._failures: dict[Failure, int] = dict.fromkeys(get_args(Failure), 0)
@@ -296,6 +299,18 @@ class Metrics:
             for name, histogram in at.histograms.items():
                 histograms[name].add_metric(labels, histogram.buckets(), histogram.sum)
         yield from (build, *gauges.values(), beat, hangs, oldest)
+        if (recorder := self._recorder) is not None:
+            for name, text, count in (
+                ("recorded_answers", "Answers that were recorded.", recorder.num_written),
+                (
+                    "unrecorded_answers",
+                    "Answers that were not recorded, as the queue or the disk was full.",
+                    recorder.num_dropped,
+                ),
+            ):
+                records = family(counter, name, text)
+                records.add_metric([model], count)
+                yield records
         yield from (
             *totals,
             per_pos[0],

@@ -1,0 +1,91 @@
+"""`peagle records list | delete`: recorded traffic of a server, and its deletion by API key."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from peagle.cli.groups import Format, OutputFormat
+from peagle.cli.main import CONTEXT, with_examples
+from peagle.data.recorded import RecordFolder
+from peagle.disk import size_text
+from peagle.errors import UserError
+
+LIST_EXAMPLES = """
+What a folder of records holds, without any text:
+  peagle records list records
+  peagle records list records --format json
+"""
+DELETE_EXAMPLES = """
+All records of a key, named by its id in the list, by its SHA-256, or on standard input:
+  peagle records delete records --key 0f3a5c2e9b7d41680f3a5c2e9b7d4168
+  peagle records delete records --key - < key.txt
+"""
+
+_Folder = typer.Argument(..., metavar="DIR", help="Folder of --record.", show_default=False)
+
+
+def list_records(folder: Path = _Folder, output_format: Format = OutputFormat.TEXT) -> None:
+    """Show counts, days and keys of recorded traffic; keys are named by ids of this folder."""
+    found = RecordFolder(folder).summary()
+    if output_format is OutputFormat.JSON:
+        print(json.dumps({"folder": str(folder), **asdict(found)}))
+        return
+    print(
+        f"{folder}: {found.records} records in {found.files} files, {size_text(found.bytes)}"
+        + (f", and {found.cut} lines that were cut off" if found.cut else "")
+    )
+    for name, counts in (("day", found.days), ("key", found.keys)):
+        for value, count in sorted(counts.items()):
+            print(f"{name} {value or '(none)':<33}{count:>9}")
+    for one in found.refused:
+        print(f"key {one} is refused: nothing of it is recorded")
+
+
+def delete(
+    folder: Path = _Folder,
+    key: str = typer.Option(
+        ...,
+        metavar="KEY",
+        help="The API key, its SHA-256 or its id in the list; - reads one of them from standard "
+        "input, where other users of the machine cannot see it.",
+    ),
+    output_format: Format = OutputFormat.TEXT,
+) -> None:
+    """Delete all records of an API key; from then on servers record nothing of it here.
+
+    A server may write meanwhile. To allow records of the key again, remove its id from the file
+    "refused" in the folder.
+    """
+    records = RecordFolder(folder)
+    name = (sys.stdin.readline() if key == "-" else key).strip()
+    if not name:
+        raise UserError("--key is empty; expected an API key, its SHA-256 or its id in the list.")
+    ids = records.ids_named(name)
+    count = records.delete(ids)
+    if output_format is OutputFormat.JSON:
+        print(json.dumps({"folder": str(folder), "deleted": count, "refused": sorted(ids)}))
+    else:
+        print(f"{folder}: deleted {count} records; nothing more of this key is recorded there")
+
+
+EXAMPLES = """
+  peagle records list records
+  peagle records delete records --key - < key.txt
+"""
+records = typer.Typer(
+    cls=with_examples(TyperGroup, EXAMPLES),
+    add_completion=False,
+    context_settings=CONTEXT,
+    help="List recorded traffic of a server, and delete that of an API key.",
+)
+for _name, _function, _examples in (
+    ("list", list_records, LIST_EXAMPLES),
+    ("delete", delete, DELETE_EXAMPLES),
+):
+    records.command(_name, cls=with_examples(TyperCommand, _examples))(_function)

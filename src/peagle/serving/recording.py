@@ -1,0 +1,281 @@
+"""Recording of traffic: which requests are recorded, and the thread that writes the records.
+
+The event loop decides and hands finished answers over; one thread writes them. Between both is a
+queue with a limit: an answer that finds it full is dropped and counted, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peagle.data.recorded import (
+    RecordFolder,
+    began_s,
+    is_recording,
+    line_of,
+    new_record_file,
+    read_cipher,
+    record_files,
+)
+from peagle.disk import locked
+from peagle.errors import UserError
+
+if TYPE_CHECKING:
+    from peagle.engine.outputs import RequestOutput
+    from peagle.serving.config import ServerConfig
+    from peagle.serving.keys import ApiKeys
+
+logger = logging.getLogger("peagle.serving")
+
+# Tokens of answers that wait to be written: at most 32 MB of them.
+_MOST_WAITING_TOKENS = 4_000_000
+_FILE_BYTES = 8 << 20
+_DAY_S = 86_400.0
+# Seconds between two looks at refused keys, and at files that are too old.
+_LOOK_S, _PRUNE_S = 1.0, 60.0
+
+
+class Recorder:
+    """Records a share of the answers of a server.
+
+    Args:
+        folder: where records go.
+        key_ids: id of each API key, by its salt (`ApiKeys`).
+        salts: salts of the keys that are recorded; None records all requests.
+        share: share of the requests, by a hash of their ids.
+        max_bytes, days: beyond these the oldest files are deleted.
+        cipher: encrypts records, see `read_cipher`.
+        clock: the time in seconds since 1970.
+
+    Attributes:
+        num_written: answers that are recorded.
+        num_dropped: answers that were to be recorded and are not: the queue or the disk was full.
+    """
+
+    def __init__(
+        self,
+        folder: RecordFolder,
+        *,
+        key_ids: Mapping[bytes, str],
+        salts: frozenset[bytes] | None,
+        share: float,
+        max_bytes: float,
+        days: float,
+        cipher: Any = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.num_written = self.num_dropped = 0
+        self._folder, self._key_ids, self._salts = folder, key_ids, salts
+        self._share = share * 2**64
+        self._max_bytes, self._max_age_s = max_bytes, days * _DAY_S
+        # A file is deleted as a whole, so it holds a small part of what is kept.
+        self._file_bytes = min(_FILE_BYTES, max_bytes / 8)
+        self._file_age_s = min(_DAY_S, self._max_age_s / 24)
+        self._cipher, self._clock = cipher, clock
+        self._facts: dict[str, Any] = {}
+        self._refused = folder.refused()
+        self._file: Path | None = None
+        self._pruned_s = -float("inf")
+        self._waiting: list[tuple[str | None, float, dict[str, Any]]] = []
+        self._num_waiting_tokens = 0
+        self._changed = threading.Condition()
+        self._is_open = self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="peagle-records", daemon=True)
+
+    @classmethod
+    def of(cls, config: ServerConfig, keys: ApiKeys) -> Recorder | None:
+        """Return the recorder that the options ask for; None if they ask for none.
+
+        Raises:
+            UserError: the options do not say whose requests are recorded, or contradict each
+                other, or the folder or the key file is not usable.
+        """
+        if config.record is None:
+            for name in ("record_for", "record_all", "record_key_file"):
+                if getattr(config, name):
+                    option = f"--{name.replace('_', '-')}"
+                    raise UserError(f"{option} needs --record DIR, the folder of the records.")
+            return None
+        names = {digest.hex() for digest in keys.digests}
+        if not names and not config.record_all:
+            raise UserError(
+                "--record records API keys that are opted in, and the server has no keys: add "
+                "--record-all to record every request that does not say no, or set keys."
+            )
+        if config.record_all and config.record_for:
+            raise UserError("--record-all and --record-for contradict each other; leave one out.")
+        if not config.record_all and not config.record_for:
+            raise UserError(
+                "--record needs the keys to record: --record-for SHA256 for each, or --record-all "
+                "for every request that does not say no."
+            )
+        for number, name in enumerate(config.record_for, start=1):
+            if name.lower() not in names:  # it is not shown, as it may be a key
+                raise UserError(
+                    f"--record-for number {number} is none of the server's keys: expected the "
+                    "SHA-256 of a key, as `printf %s KEY | sha256sum` prints it."
+                )
+        folder = RecordFolder.create(Path(config.record))
+        chosen = {bytes.fromhex(name) for name in config.record_for}
+        salts = keys.salts
+        return cls(
+            folder,
+            key_ids={salt: folder.key_id(digest) for digest, salt in salts.items()},
+            salts=None if config.record_all else frozenset(salts[digest] for digest in chosen),
+            share=config.record_share,
+            max_bytes=config.record_max_gib * 2**30,
+            days=config.record_days,
+            cipher=read_cipher(config.record_key_file) if config.record_key_file else None,
+        )
+
+    def begin(self, model: str, target: dict[str, Any]) -> None:
+        """Begin to record the answers of a model; `target` is as `RecordFolder.bind` takes it.
+
+        Raises:
+            UserError: the folder has records of another target.
+        """
+        try:
+            self._folder.bind(target)
+        except OSError as error:
+            return self._stop(error)
+        self._facts = {"model": model, **target}
+        self._is_open = True
+        self._thread.start()
+
+    def wants(self, request_id: str, salt: bytes, store: bool | None) -> bool:
+        """Return whether a request is to be recorded.
+
+        Args:
+            salt: that of its key, empty without keys.
+            store: what the request says; False wins over all options.
+        """
+        if store is False or not self._is_open:
+            return False
+        if self._salts is not None and salt not in self._salts:
+            return False
+        if self._key_ids.get(salt) in self._refused:
+            return False
+        digest = hashlib.sha256(request_id.encode()).digest()
+        return int.from_bytes(digest[:8]) < self._share
+
+    def add(
+        self, request_id: str, salt: bytes, temperature: float, outputs: Iterable[RequestOutput]
+    ) -> None:
+        """Record the outputs of a request, in time; this never waits."""
+        now = self._clock()
+        for output in outputs:
+            fields = {
+                "request_id": request_id,
+                **self._facts,
+                "temperature": temperature,
+                "finish_reason": output.finish_reason,
+                "prompt_token_ids": output.prompt_token_ids,
+                "response_token_ids": output.token_ids,
+            }
+            size = len(output.prompt_token_ids) + len(output.token_ids)
+            with self._changed:
+                if not self._is_open or self._num_waiting_tokens + size > _MOST_WAITING_TOKENS:
+                    self.num_dropped += 1
+                    continue
+                self._num_waiting_tokens += size
+                self._waiting.append((self._key_ids.get(salt), now, fields))
+                self._changed.notify()
+
+    def close(self, timeout_s: float) -> None:
+        """Write what waits, for some seconds, and record nothing more."""
+        with self._changed:
+            self._is_open, self._is_closing = False, True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    # ---- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closing, _LOOK_S)
+                batch, self._waiting = self._waiting, []
+                self._num_waiting_tokens = 0
+                is_last = self._is_closing
+            try:
+                self._write(batch)
+            except Exception as error:
+                self._stop(error)
+                return
+            if is_last:
+                return
+
+    def _stop(self, error: Exception) -> None:
+        """Record nothing more, since the disk is full or another fault came; serving goes on."""
+        with self._changed:
+            self._is_open = False
+            self.num_dropped += len(self._waiting)
+            self._waiting = []
+        # The text of other errors might quote a record.
+        reason = error.strerror if isinstance(error, OSError) else type(error).__name__
+        logger.error("recording into %s has stopped: %s", self._folder.path, reason)
+
+    def _write(self, batch: list[tuple[str | None, float, dict[str, Any]]]) -> None:
+        now = self._clock()
+        if not is_recording(self._folder.path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        if not batch and now - self._pruned_s < _PRUNE_S:
+            self._refused = self._folder.refused()
+            return
+        with locked(self._folder.path, wait=True):
+            # Under the lock: what is deleted meanwhile must not come back.
+            self._refused = self._folder.refused()
+            if now - self._pruned_s >= _PRUNE_S:
+                self._prune(now)
+            for index, (key_id, time_s, fields) in enumerate(batch):
+                if key_id in self._refused:
+                    continue
+                try:
+                    self._append(line_of(key_id, time_s, fields, self._cipher), now)
+                except Exception:
+                    self.num_dropped += len(batch) - index
+                    raise
+                self.num_written += 1
+
+    def _append(self, line: bytes, now: float) -> None:
+        file = self._file
+        size = file.stat().st_size if file is not None and file.exists() else 0
+        is_full = size > 0 and size + len(line) > self._file_bytes
+        if file is None or is_full or now - began_s(file) > self._file_age_s:
+            file = self._file = new_record_file(self._folder.path, now)
+            size = 0
+            self._prune(now)
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.fchmod(descriptor, 0o600)  # whatever the umask
+            rest = line
+            try:
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+
+    def _prune(self, now: float) -> None:
+        """Delete files with records that are too old, then the oldest until a new one has room."""
+        self._pruned_s = now
+        files = [(file, file.stat().st_size) for file in record_files(self._folder.path)]
+        total = sum(size for file, size in files if file != self._file) + self._file_bytes
+        for file, size in files:
+            is_own = file == self._file
+            has_room = is_own or total <= self._max_bytes
+            if has_room and now - began_s(file) <= self._max_age_s:
+                continue
+            file.unlink()
+            total -= 0 if is_own else size
