@@ -74,10 +74,10 @@ class Made:
 
     def add(self, *ids: int, salt: bytes = b"", num_prompt: int = 3) -> None:
         """Add one output, and wait until it is written or dropped."""
-        recorder = self.recorder
-        before = recorder.num_written + recorder.num_dropped
-        recorder.add("id", salt, 0.0, [output(*ids, num_prompt=num_prompt)])
-        wait_for(lambda: recorder.num_written + recorder.num_dropped > before, timeout_s=20)
+        counts = self.recorder.counts
+        before = counts.written + counts.dropped
+        self.recorder.add("id", salt, 0.0, [output(*ids, num_prompt=num_prompt)])
+        wait_for(lambda: counts.written + counts.dropped > before, timeout_s=20)
 
     def ids(self) -> list[list[int]]:
         return [row["response_token_ids"] for row in rows_of(self.folder)]
@@ -113,7 +113,8 @@ def test_share_goes_by_the_request_id_alone(make: Any) -> None:
     assert chosen == {one for one in ids if some.wants(one, b"", True)}
     assert chosen < {one for one in ids if more.wants(one, b"", None)}
     assert not any(some.wants(one, b"", False) for one in ids)
-    assert all(make(share=1.0).recorder.wants(one, b"", None) for one in ids)
+    every = make(share=1.0).recorder
+    assert all(every.wants(one, b"", None) for one in ids)
 
 
 def test_only_chosen_keys_are_recorded_once_it_has_begun(make: Any) -> None:
@@ -257,7 +258,7 @@ def test_full_disk_stops_recording_with_one_line(
     made.add(2)
     wait_for(lambda: not made.recorder.wants("id", b"", None), timeout_s=20)
     made.recorder.add("id", b"", 0.0, [output(3)])
-    assert (made.recorder.num_written, made.recorder.num_dropped) == (1, 2)
+    assert (made.recorder.counts.written, made.recorder.counts.dropped) == (1, 2)
     (file,) = record_files(made.folder)
     assert made.ids() == [[1]] and file.read_bytes().endswith(b"}\n")
     lines = [record.message for record in caplog.records]
@@ -281,10 +282,12 @@ def test_a_full_queue_drops_and_never_waits(make: Any, monkeypatch: pytest.Monke
         for number in range(1000):
             made.recorder.add("id", b"", 0.0, [output(number)])
         assert time.monotonic() - start < 5
-    wait_for(lambda: made.recorder.num_written + made.recorder.num_dropped == 1001, timeout_s=20)
+    wait_for(
+        lambda: made.recorder.counts.written + made.recorder.counts.dropped == 1001, timeout_s=20
+    )
     # Each has 4 tokens: 12 fit, and up to 12 that the writer had taken before.
-    assert 13 <= made.recorder.num_written <= 25
-    assert len(made.ids()) == made.recorder.num_written
+    assert 13 <= made.recorder.counts.written <= 25
+    assert len(made.ids()) == made.recorder.counts.written
 
 
 def test_what_waits_is_written_at_the_end(make: Any) -> None:

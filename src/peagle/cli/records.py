@@ -47,7 +47,7 @@ def list_records(folder: Path = _Folder, output_format: Format = OutputFormat.TE
         print(f"key {one} is refused: nothing of it is recorded")
 
 
-def delete(
+def delete_records(
     folder: Path = _Folder,
     key: str = typer.Option(
         ...,
@@ -86,6 +86,6 @@ records = typer.Typer(
 )
 for _name, _function, _examples in (
     ("list", list_records, LIST_EXAMPLES),
-    ("delete", delete, DELETE_EXAMPLES),
+    ("delete", delete_records, DELETE_EXAMPLES),
 ):
     records.command(_name, cls=with_examples(TyperCommand, _examples))(_function)

@@ -20,7 +20,6 @@ import os
 import re
 import secrets
 import stat
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -156,8 +155,8 @@ class RecordSummary:
     files: int = 0
     bytes: int = 0
     cut: int = 0
-    days: Counter[str] = field(default_factory=Counter)
-    keys: Counter[str] = field(default_factory=Counter)
+    days: dict[str, int] = field(default_factory=dict)
+    keys: dict[str, int] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
 
 
@@ -297,8 +296,11 @@ class RecordFolder:
                         found.cut += 1
                         continue
                     found.records += 1
-                    found.days[head[2].decode()] += 1
-                    found.keys[_id_of(line) or ""] += 1
+                    for counts, name in (
+                        (found.days, head[2].decode()),
+                        (found.keys, _id_of(line) or ""),
+                    ):
+                        counts[name] = counts.get(name, 0) + 1
         return found
 
 

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -31,7 +32,6 @@ from peagle import __version__
 if TYPE_CHECKING:
     from peagle.engine.outputs import RequestOutput
     from peagle.engine.stats import EngineStats, SpeculationStats
-    from peagle.serving.recording import Recorder
 
 Failure = Literal["cancelled", "refused", "timeout", "invalid", "error"]
 
@@ -106,6 +106,14 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
+@dataclass(slots=True)
+class RecordCounts:
+    """Answers that were recorded, and those that the queue or the disk had no room for."""
+
+    written: int = 0
+    dropped: int = 0
+
+
 class Metrics:
     """Counters, gauges and histograms of one server; several may live in one process.
 
@@ -114,12 +122,12 @@ class Metrics:
 
     Args:
         model_name: the label `model_name` of every sample.
-        recorder: its counts are given out, where there is one.
+        records: counts of recorded answers, where a server records.
     """
 
-    def __init__(self, model_name: str, recorder: Recorder | None = None) -> None:
+    def __init__(self, model_name: str, records: RecordCounts | None = None) -> None:
         self._model_name = model_name
-        self._recorder = recorder
+        self._records = records
         self._engines: dict[int, _Engine] = {}
         self._waiting: dict[int, float] = {}
         self._failures: dict[Failure, int] = dict.fromkeys(get_args(Failure), 0)
@@ -299,18 +307,18 @@ class Metrics:
             for name, histogram in at.histograms.items():
                 histograms[name].add_metric(labels, histogram.buckets(), histogram.sum)
         yield from (build, *gauges.values(), beat, hangs, oldest)
-        if (recorder := self._recorder) is not None:
+        if self._records is not None:
             for name, text, count in (
-                ("recorded_answers", "Answers that were recorded.", recorder.num_written),
+                ("recorded_answers", "Answers that were recorded.", self._records.written),
                 (
                     "unrecorded_answers",
                     "Answers that were not recorded, as the queue or the disk was full.",
-                    recorder.num_dropped,
+                    self._records.dropped,
                 ),
             ):
-                records = family(counter, name, text)
-                records.add_metric([model], count)
-                yield records
+                answers = family(counter, name, text)
+                answers.add_metric([model], count)
+                yield answers
         yield from (
             *totals,
             per_pos[0],

@@ -27,6 +27,7 @@ from peagle.data.recorded import (
 )
 from peagle.disk import locked
 from peagle.errors import UserError
+from peagle.serving.metrics import RecordCounts
 
 if TYPE_CHECKING:
     from peagle.engine.outputs import RequestOutput
@@ -56,8 +57,7 @@ class Recorder:
         clock: the time in seconds since 1970.
 
     Attributes:
-        num_written: answers that are recorded.
-        num_dropped: answers that were to be recorded and are not: the queue or the disk was full.
+        counts: answers that are recorded, and those that were dropped.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Recorder:
         cipher: Any = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.num_written = self.num_dropped = 0
+        self.counts = RecordCounts()
         self._folder, self._key_ids, self._salts = folder, key_ids, salts
         self._share = share * 2**64
         self._max_bytes, self._max_age_s = max_bytes, days * _DAY_S
@@ -183,7 +183,7 @@ class Recorder:
             size = len(output.prompt_token_ids) + len(output.token_ids)
             with self._changed:
                 if not self._is_open or self._num_waiting_tokens + size > _MOST_WAITING_TOKENS:
-                    self.num_dropped += 1
+                    self.counts.dropped += 1
                     continue
                 self._num_waiting_tokens += size
                 self._waiting.append((self._key_ids.get(salt), now, fields))
@@ -218,7 +218,7 @@ class Recorder:
         """Record nothing more, since the disk is full or another fault came; serving goes on."""
         with self._changed:
             self._is_open = False
-            self.num_dropped += len(self._waiting)
+            self.counts.dropped += len(self._waiting)
             self._waiting = []
         # The text of other errors might quote a record.
         reason = error.strerror if isinstance(error, OSError) else type(error).__name__
@@ -242,9 +242,9 @@ class Recorder:
                 try:
                     self._append(line_of(key_id, time_s, fields, self._cipher), now)
                 except Exception:
-                    self.num_dropped += len(batch) - index
+                    self.counts.dropped += len(batch) - index
                     raise
-                self.num_written += 1
+                self.counts.written += 1
 
     def _append(self, line: bytes, now: float) -> None:
         file = self._file

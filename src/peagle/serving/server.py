@@ -201,7 +201,7 @@ async def _serve(
     started = time.monotonic()
     recorder = Recorder.of(config, keys)
     spec = replace(spec, identify_target=recorder is not None)
-    metrics = Metrics(name, recorder)
+    metrics = Metrics(name, recorder and recorder.counts)
     pool = EnginePool(
         specs_for(spec, config.data_parallel_size),
         metrics,
@@ -272,7 +272,7 @@ def _guarded(app: ASGIApp, service: Service, keys: ApiKeys) -> ASGIApp:
 
 async def _load(service: Service, spec: EngineSpec, url: str, started: float) -> None:
     """Load the tokenizer beside the engines; log when the server is ready."""
-    service.tokenizer = await asyncio.to_thread(
+    tokenizer = await asyncio.to_thread(
         Tokenizer,
         spec.target,
         service.config.chat_template,
@@ -280,9 +280,10 @@ async def _load(service: Service, spec: EngineSpec, url: str, started: float) ->
     )
     await service.pool.became_ready.wait()
     info = service.pool.info
+    if service.recorder is not None and info is not None and info.target_identity is not None:
+        await asyncio.to_thread(service.recorder.begin, service.name, info.target_identity)
+    service.tokenizer = tokenizer  # from here on requests are taken
     if info is not None:
-        if service.recorder is not None and info.target_identity is not None:
-            await asyncio.to_thread(service.recorder.begin, service.name, info.target_identity)
         if spec.show_memory or info.device.startswith("cuda"):
             for name, plan in info.memory_plans.items():
                 for line in plan.splitlines():
