@@ -142,7 +142,7 @@ def _decrypted(secret: str, cipher: Any, file: Path) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class RecordSummary:
-    """What a folder of records holds.
+    """Counts of the records in a folder.
 
     Attributes:
         bytes: size of all files.
