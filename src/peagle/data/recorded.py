@@ -106,21 +106,25 @@ def recorded_lines(file: Path, cipher: Any = None) -> Iterator[tuple[int, dict[s
     Raises:
         UserError: a record is encrypted, and there is no cipher, or one of another key.
     """
+    for number, line in enumerate(_lines_of(file), start=1):
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            yield number, None
+            continue
+        secret = record.pop(_ENCRYPTED, None)
+        yield number, record if secret is None else record | _decrypted(secret, cipher, file)
+
+
+def _lines_of(file: Path) -> Iterator[bytes]:
     try:
         lines = file.open("rb")
     except FileNotFoundError:  # a server has deleted it since, as its limits ask
         return
     with lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                record = None
-            if not isinstance(record, dict):
-                yield number, None
-                continue
-            secret = record.pop(_ENCRYPTED, None)
-            yield number, record if secret is None else record | _decrypted(secret, cipher, file)
+        yield from lines
 
 
 def _decrypted(secret: str, cipher: Any, file: Path) -> dict[str, Any]:
@@ -288,19 +292,16 @@ class RecordFolder:
         found = RecordSummary(refused=sorted(self.refused()))
         for file in record_files(self.path):
             found.files += 1
-            with file.open("rb") as lines:
-                for line in lines:
-                    found.bytes += len(line)
-                    head = _HEAD.match(line)
-                    if head is None or not line.endswith(b"\n"):
-                        found.cut += 1
-                        continue
-                    found.records += 1
-                    for counts, name in (
-                        (found.days, head[2].decode()),
-                        (found.keys, _id_of(line) or ""),
-                    ):
-                        counts[name] = counts.get(name, 0) + 1
+            for line in _lines_of(file):
+                found.bytes += len(line)
+                head = _HEAD.match(line)
+                if head is None or not line.endswith(b"\n"):
+                    found.cut += 1
+                    continue
+                found.records += 1
+                names = (found.days, head[2].decode()), (found.keys, _id_of(line) or "")
+                for counts, name in names:
+                    counts[name] = counts.get(name, 0) + 1
         return found
 
 

@@ -87,7 +87,7 @@ class Recorder:
         self._waiting: list[tuple[str | None, float, dict[str, Any]]] = []
         self._num_waiting_tokens = 0
         self._changed = threading.Condition()
-        self._is_open = self._is_closing = False
+        self._is_open = self._is_closing = self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="peagle-records", daemon=True)
 
     @classmethod
@@ -209,8 +209,7 @@ class Recorder:
             try:
                 self._write(batch)
             except Exception as error:
-                self._stop(error)
-                return
+                self._stop(error)  # files that become too old are still deleted
             if is_last:
                 return
 
@@ -220,6 +219,9 @@ class Recorder:
             self._is_open = False
             self.counts.dropped += len(self._waiting)
             self._waiting = []
+        if self._has_failed:
+            return
+        self._has_failed = True
         # The text of other errors might quote a record.
         reason = error.strerror if isinstance(error, OSError) else type(error).__name__
         logger.error("recording into %s has stopped: %s", self._folder.path, reason)
