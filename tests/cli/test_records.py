@@ -134,10 +134,3 @@ def test_prepare_refuses_records_of_another_target(
     result = peagle("data", "prepare", made.path, "--target", pair.target, "-o", train)
     assert result.status == 2 and text in result.err, result.err
     assert not train.exists()
-
-
-def test_a_folder_without_records(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
-    made = RecordFolder.create(tmp_path / "records")
-    train = tmp_path / "train.safetensors"
-    result = peagle("data", "prepare", made.path, "--target", pair.target, "-o", train)
-    assert result.status == 2 and "holds no records yet" in result.err

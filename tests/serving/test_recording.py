@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -35,7 +34,7 @@ from peagle.models.target import load_tokenizer
 from peagle.serving.config import ServerConfig
 from peagle.serving.keys import ApiKeys
 from peagle.serving.recording import Recorder
-from serving.live import CHAT_TEMPLATE, HTTP, LiveServer, environment, running, wait_for
+from serving.live import CHAT_TEMPLATE, HTTP, LiveServer, running, wait_for
 
 HEADER = "x-peagle-recorded"
 NAMES = {"tokenizer_sha256": "a" * 64, "lm_head_sha256": "b" * 64}
@@ -119,28 +118,18 @@ def test_share_goes_by_the_request_id_alone(make: Any) -> None:
     assert all(every.wants(one, b"", None) for one in ids)
 
 
-def test_only_chosen_keys_are_recorded_once_it_has_begun(make: Any) -> None:
-    made = make(begin=False, salts=frozenset([b"one"]))
-    assert not made.recorder.wants("id", b"one", None)
-    made.recorder.begin("m", NAMES)
-    assert made.recorder.wants("id", b"one", None)
-    assert not made.recorder.wants("id", b"two", None)
-    made.recorder.close(5)
-    assert not made.recorder.wants("id", b"one", None)
+NEEDED = "needs one of --record-for SHA256"
+FOR = (sha256(KEYS[0]),)
 
 
 @pytest.mark.parametrize(
     ("options", "keys", "text"),
     [
-        ({"record": "DIR"}, [], "the server has no keys: add --record-all"),
-        ({"record": "DIR"}, KEYS, "--record needs the keys to record: --record-for SHA256"),
-        ({"record": "DIR", "record_for": ("0" * 64,)}, KEYS, "number 1 is none of the server's"),
+        ({"record": "DIR"}, [], "the server has no keys, so --record-all is required"),
+        ({"record": "DIR", "record_for": FOR}, [], "so --record-all is required"),
+        ({"record": "DIR"}, KEYS, NEEDED),
+        ({"record": "DIR", "record_for": FOR, "record_all": True}, KEYS, NEEDED),
         ({"record": "DIR", "record_for": (KEYS[0],)}, KEYS, "number 1 is none of the server's"),
-        (
-            {"record": "DIR", "record_for": (sha256(KEYS[0]),), "record_all": True},
-            KEYS,
-            "contradict each other",
-        ),
         ({"record_all": True}, [], "--record-all needs --record DIR"),
         ({"record_key_file": "key"}, [], "--record-key-file needs --record DIR"),
     ],
@@ -152,22 +141,13 @@ def test_options_that_say_too_little(
         options = {**options, "record": str(tmp_path / "records")}
     with pytest.raises(UserError) as caught:
         Recorder.of(ServerConfig(**options), ApiKeys(keys))
-    assert text in str(caught.value) and not any(key in str(caught.value) for key in keys)
+    assert text in str(caught.value) and KEYS[0] not in str(caught.value)
     assert not (tmp_path / "records").exists()
-
-
-@pytest.mark.parametrize(
-    "options", [{"record_share": 0.0}, {"record_share": 1.5}, {"record_days": 0.0}]
-)
-def test_numbers_out_of_range(options: dict[str, float]) -> None:
-    (name,) = options
-    with pytest.raises(UserError, match=name):
-        ServerConfig(**options)  # type: ignore[arg-type]
 
 
 def test_folders_that_are_no_place_for_records(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(UserError, match=r"others can enter \(mode 755\).*chmod 700"):
+    with pytest.raises(UserError, match=r"others can enter it \(mode 755; chmod 700 it\)"):
         RecordFolder.create(tmp_path)
     assert list(tmp_path.iterdir()) == []
     tmp_path.chmod(0o700)
@@ -176,14 +156,6 @@ def test_folders_that_are_no_place_for_records(tmp_path: Path) -> None:
         RecordFolder.create(tmp_path)
     with pytest.raises(UserError, match="holds no records"):
         RecordFolder(tmp_path)
-
-
-def test_one_target_a_folder(make: Any) -> None:
-    make()
-    unknown = {"tokenizer_sha256": None, "lm_head_sha256": None}
-    make(begin=False).recorder.begin("m", unknown)
-    with pytest.raises(UserError, match=r"another target \(lm_head_sha256 is bbb"):
-        make(begin=False).recorder.begin("m", {**NAMES, "lm_head_sha256": "c" * 64})
 
 
 # ---- the writer -----------------------------------------------------------------------------
@@ -198,13 +170,9 @@ def test_a_record_and_its_permissions(make: Any) -> None:
         os.umask(before)
     (row,) = rows_of(made.folder)
     assert row == {
-        "key_id": "0" * 32,
-        "time": "2023-11-14T22:13:20Z",
-        "request_id": "id",
-        "model": "m",
+        **{"key_id": "0" * 32, "time": "2023-11-14T22:13:20Z", "request_id": "id", "model": "m"},
         **NAMES,
-        "temperature": 0.0,
-        "finish_reason": "stop",
+        **{"temperature": 0.0, "finish_reason": "stop"},
         "prompt_token_ids": [0, 1, 2],
         "response_token_ids": [7, 8],
     }
@@ -271,14 +239,6 @@ def test_full_disk_stops_recording_with_one_line(
     wait_for(lambda: not record_files(made.folder), timeout_s=20)
 
 
-def test_a_folder_that_is_gone_stops_recording(make: Any) -> None:
-    made = make()
-    made.add(1)
-    made.folder.rename(made.folder.with_name("moved"))
-    wait_for(lambda: not made.recorder.wants("id", b"", None), timeout_s=20)
-    assert not made.folder.exists()
-
-
 def test_a_full_queue_drops_and_never_waits(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peagle.serving.recording._MOST_WAITING_TOKENS", 50)
     made = make()
@@ -305,39 +265,6 @@ def test_what_waits_is_written_at_the_end(make: Any) -> None:
         made.recorder.close(20)
     assert sorted(both[0].ids()) == [[number] for number in range(50)]
     assert len(record_files(both[0].folder)) == 2
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from peagle.data.recorded import RecordFolder
-from peagle.serving.recording import Recorder
-folder = RecordFolder.create(Path(sys.argv[1]))
-options = dict(key_ids={}, salts=None, share=1.0, max_bytes=2**30, days=30.0)
-recorder = Recorder(folder, **options)
-recorder.begin("m", {"tokenizer_sha256": None, "lm_head_sha256": None})
-ids = list(range(50_000))
-output = SimpleNamespace(finish_reason="stop", prompt_token_ids=ids, token_ids=[1, 2])
-while True:
-    recorder.add("id", b"", 0.0, [output])
-"""
-
-
-def test_a_killed_writer_leaves_at_most_a_cut_last_line(make: Any) -> None:
-    folder = make(begin=False).folder
-    for count in (1, 2):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], env=environment())
-        try:
-            wait_for(lambda least=count: len(record_files(folder)) >= least, timeout_s=60)
-        finally:
-            writer.kill()
-            writer.wait()
-    for file in record_files(folder):
-        assert None not in [row for _, row in recorded_lines(file)][:-1]
-    made = make()
-    made.add(7)
-    assert [7] in made.ids()
 
 
 def test_deletion_while_a_server_writes(make: Any) -> None:
@@ -372,14 +299,6 @@ def test_deletion_while_a_server_writes(make: Any) -> None:
     assert all(stat.S_IMODE(one.stat().st_mode) == 0o600 for one in made.folder.iterdir())
 
 
-def test_a_refused_key_is_wanted_no_more(make: Any) -> None:
-    made = make(key_ids={b"mine": "1" * 32})
-    assert made.recorder.wants("id", b"mine", None)
-    RecordFolder(made.folder).delete({"1" * 32})
-    wait_for(lambda: not made.recorder.wants("id", b"mine", None), timeout_s=20)
-    assert made.recorder.wants("id", b"", None)
-
-
 def test_cut_lines(make: Any) -> None:
     made = make(key_ids={b"mine": "1" * 32})
     made.add(1)
@@ -387,47 +306,40 @@ def test_cut_lines(make: Any) -> None:
     (file,) = record_files(made.folder)
     file.write_bytes(file.read_bytes()[:-9])  # as a killed server may leave it
     assert [record is None for _, record in recorded_lines(file)] == [False, True]
-    folder = RecordFolder(made.folder)
-    assert (folder.summary().records, folder.summary().cut) == (1, 1)
-    assert folder.delete({"1" * 32}) == 1  # a part of a record goes too
-    assert (folder.summary().records, folder.summary().cut) == (1, 0)
+    assert RecordFolder(made.folder).summary()["cut"] == 1
+    assert RecordFolder(made.folder).delete({"1" * 32}) == 1  # a part of a record goes too
+    assert RecordFolder(made.folder).summary()["cut"] == 0
 
 
 def test_encrypted_records(make: Any, tmp_path: Path) -> None:
     key, other = tmp_path / "key", tmp_path / "other"
-    for file, letter in ((key, b"+"), (other, b"/")):
-        file.write_bytes(letter * 42 + b"8=\n")
-        file.chmod(0o600)
+    key.write_text("+" * 42 + "8=\n")
+    other.write_text("/" * 42 + "8=\n")
     made = make(cipher=read_cipher(key), key_ids={b"mine": "1" * 32})
     made.add(12345, salt=b"mine")
     made.add(54321)
     (file,) = record_files(made.folder)
-    outer = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [sorted(one) for one in outer] == [["encrypted", "key_id", "time"]] * 2
-    assert b"token_ids" not in file.read_bytes()
-    found = rows_of(made.folder, read_cipher(key))
-    assert [row["response_token_ids"] for row in found] == [[12345], [54321]]
+    for line in file.read_text().splitlines():
+        assert sorted(json.loads(line)) == ["encrypted", "key_id", "time"]
     with pytest.raises(UserError, match="are encrypted; name the key file"):
         rows_of(made.folder)
     with pytest.raises(UserError, match="another key"):
         rows_of(made.folder, read_cipher(other))
     assert RecordFolder(made.folder).delete({"1" * 32}) == 1  # without the key file
-    assert len(rows_of(made.folder, read_cipher(key))) == 1
+    (row,) = rows_of(made.folder, read_cipher(key))
+    assert row["response_token_ids"] == [54321]
 
 
-def test_encryption_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(UserError, match=r"needs the package cryptography.*\[records\]"):
-        read_cipher(tmp_path / "key")
-
-
-def test_key_files_that_are_none(tmp_path: Path) -> None:
+def test_key_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         read_cipher(tmp_path / "missing")
     (tmp_path / "short").write_text("c2hvcnQ=")
     with pytest.raises(UserError, match="holds no key: expected 32 random bytes") as caught:
         read_cipher(tmp_path / "short")
     assert "c2hvcnQ" not in str(caught.value)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(UserError, match=r"needs the package cryptography.*\[records\]"):
+        read_cipher(tmp_path / "short")
 
 
 # ---- real servers ---------------------------------------------------------------------------

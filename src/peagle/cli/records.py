@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.main import CONTEXT, with_examples
@@ -16,15 +15,14 @@ from peagle.data.recorded import RecordFolder
 from peagle.disk import size_text
 from peagle.errors import UserError
 
-LIST_EXAMPLES = """
+EXAMPLES = """
 What a folder of records holds, without any text:
-  peagle records list records
-  peagle records list records --format json
-"""
-DELETE_EXAMPLES = """
-All records of a key, named by its id in the list, by its SHA-256, or on standard input:
-  peagle records delete records --key 0f3a5c2e9b7d41680f3a5c2e9b7d4168
-  peagle records delete records --key - < key.txt
+  peagle records list traffic
+  peagle records list traffic --format json
+
+Without all records of a key, named by its id in the list, or on standard input:
+  peagle records delete traffic --key 0f3a5c2e9b7d41680f3a5c2e9b7d4168
+  peagle records delete traffic --key - < key.txt
 """
 
 _Folder = typer.Argument(..., metavar="DIR", help="Folder of --record.", show_default=False)
@@ -34,16 +32,15 @@ def list_records(folder: Path = _Folder, output_format: Format = OutputFormat.TE
     """Show counts, days and keys of recorded traffic; keys are named by ids of this folder."""
     found = RecordFolder(folder).summary()
     if output_format is OutputFormat.JSON:
-        print(json.dumps({"folder": str(folder), **asdict(found)}))
+        print(json.dumps({"folder": str(folder), **found}))
         return
-    print(
-        f"{folder}: {found.records} records in {found.files} files, {size_text(found.bytes)}"
-        + (f", and {found.cut} lines that were cut off" if found.cut else "")
-    )
-    for name, counts in (("day", found.days), ("key", found.keys)):
-        for value, count in sorted(counts.items()):
-            print(f"{name} {value or '(none)':<33}{count:>9}")
-    for one in found.refused:
+    cut = f", and {found['cut']} lines that were cut off" if found["cut"] else ""
+    size = size_text(found["bytes"])
+    print(f"{folder}: {found['records']} records in {found['files']} files, {size}{cut}")
+    for kind in ("day", "key"):
+        for name, count in sorted(found[f"{kind}s"].items()):
+            print(f"{kind} {name or '(none)':<33}{count:>9}")
+    for one in found["refused"]:
         print(f"key {one} is refused: nothing of it is recorded")
 
 
@@ -74,18 +71,11 @@ def delete_records(
         print(f"{folder}: deleted {count} records; nothing more of this key is recorded there")
 
 
-EXAMPLES = """
-  peagle records list records
-  peagle records delete records --key - < key.txt
-"""
 records = typer.Typer(
     cls=with_examples(TyperGroup, EXAMPLES),
     add_completion=False,
     context_settings=CONTEXT,
     help="List recorded traffic of a server, and delete that of an API key.",
 )
-for _name, _function, _examples in (
-    ("list", list_records, LIST_EXAMPLES),
-    ("delete", delete_records, DELETE_EXAMPLES),
-):
-    records.command(_name, cls=with_examples(TyperCommand, _examples))(_function)
+records.command("list")(list_records)
+records.command("delete")(delete_records)

@@ -2,14 +2,14 @@
 
 A folder has these files, which its owner alone can read:
 
-- records.json: a secret, which makes ids of API keys, and the target whose traffic is recorded;
-- TIME-XXXXXXXX.jsonl: records, one a line. TIME is that of the first, so the oldest file sorts
-  first. A server appends to a file of its own until the file is full or old;
+- records.json: a secret, which makes ids of API keys;
+- TIME-XXXXXXXX.jsonl: records, one a line. TIME is that of the first. A server appends to a file of
+  its own until that is full or old;
 - refused: ids of keys of which nothing is recorded, one a line.
 
 A line begins with the id of the key and the time, also where the rest is encrypted: listing and
-deleting need no key file. Whoever changes a file holds the lock of the folder meanwhile. A killed
-server leaves at most a cut last line.
+deleting need no key file. Whoever changes a file holds the lock of the folder. A killed server
+leaves at most a cut last line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -31,15 +30,11 @@ from peagle.disk import LOCK_NAME, locked, put_in_place
 from peagle.errors import UserError
 from peagle.extras import require_package
 
-_INFO, _REFUSED = "records.json", "refused"
-_VERSION = 1
+_INFO, _REFUSED, _ENCRYPTED = "records.json", "refused", "encrypted"
 _TIME = "%Y%m%dT%H%M%S.%fZ"
 _FILE = re.compile(r"\d{8}T\d{6}\.\d{6}Z-[0-9a-f]{8}\.jsonl")
 # How every line begins, see `line_of`.
 _HEAD = re.compile(rb'\{"key_id": (?:null|"([0-9a-f]{32})"), "time": "(\d{4}-\d\d-\d\d)')
-_DIGEST = re.compile("[0-9a-f]{64}")
-_ID = re.compile("[0-9a-f]{32}")
-_ENCRYPTED = "encrypted"
 
 logger = logging.getLogger("peagle.serving")
 
@@ -91,11 +86,10 @@ def read_cipher(file: str | Path) -> Any:
                 text = "The key file %r can be read by every user of this machine: chmod 600 it."
                 logger.warning(text, str(file))
             key = opened.read(1024).strip()
+        return Fernet(key.translate(bytes.maketrans(b"+/", b"-_")))
     except OSError as error:
         text = f"The key file {str(file)!r} cannot be read ({error.strerror}): {expected}"
         raise UserError(text) from None
-    try:
-        return Fernet(key.translate(bytes.maketrans(b"+/", b"-_")))
     except ValueError:  # from None: this error may carry the key
         raise UserError(f"The key file {str(file)!r} holds no key: {expected}") from None
 
@@ -111,11 +105,9 @@ def recorded_lines(file: Path, cipher: Any = None) -> Iterator[tuple[int, dict[s
             record = json.loads(line) if line.endswith(b"\n") else None
         except ValueError:
             record = None
-        if not isinstance(record, dict):
-            yield number, None
-            continue
-        secret = record.pop(_ENCRYPTED, None)
-        yield number, record if secret is None else record | _decrypted(secret, cipher, file)
+        if isinstance(record, dict) and _ENCRYPTED in record:
+            record |= _decrypted(record.pop(_ENCRYPTED), cipher, file)
+        yield number, record if isinstance(record, dict) else None
 
 
 def _lines_of(file: Path) -> Iterator[bytes]:
@@ -128,63 +120,31 @@ def _lines_of(file: Path) -> Iterator[bytes]:
 
 
 def _decrypted(secret: str, cipher: Any, file: Path) -> dict[str, Any]:
-    if cipher is None:
-        raise UserError(
-            f"The records in {str(file)!r} are encrypted; name the key file of the server that "
-            "wrote them with --record-key-file."
-        )
-    from cryptography.fernet import InvalidToken
+    problem = "are encrypted"
+    if cipher is not None:
+        from cryptography.fernet import InvalidToken
 
-    try:
-        return json.loads(cipher.decrypt(secret))
-    except InvalidToken:
-        raise UserError(
-            f"The records in {str(file)!r} were encrypted with another key; name the key file of "
-            "the server that wrote them with --record-key-file."
-        ) from None
-
-
-@dataclass(slots=True)
-class RecordSummary:
-    """Counts of the records in a folder.
-
-    Attributes:
-        bytes: size of all files.
-        cut: lines that a killed server left half-written.
-        days: records by day (UTC), keys: by the id of the key, "" for requests without one.
-        refused: ids of keys of which nothing is recorded.
-    """
-
-    records: int = 0
-    files: int = 0
-    bytes: int = 0
-    cut: int = 0
-    days: dict[str, int] = field(default_factory=dict)
-    keys: dict[str, int] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
+        try:
+            return json.loads(cipher.decrypt(secret))
+        except InvalidToken:
+            problem = "were encrypted with another key"
+    raise UserError(
+        f"The records in {str(file)!r} {problem}; name the key file of the server that wrote them "
+        "with --record-key-file."
+    ) from None
 
 
 class RecordFolder:
-    """A folder of recorded traffic.
-
-    Args:
-        path: the folder; see `create` for a new one.
+    """A folder of recorded traffic; `create` makes a new one.
 
     Raises:
-        UserError: it is none.
+        UserError: the path is none.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            info = json.loads((path / _INFO).read_bytes())
-            if info["format_version"] != _VERSION:
-                raise UserError(
-                    f"The records in {str(path)!r} have format version {info['format_version']}; "
-                    f"expected {_VERSION}. Use the version of peagle that wrote them."
-                )
-            self._secret = bytes.fromhex(info["secret"])
-            self._target: dict[str, Any] | None = info["target"]
+            self._secret = bytes.fromhex(json.loads((path / _INFO).read_bytes())["secret"])
         except (OSError, ValueError, LookupError, TypeError):
             raise UserError(
                 f"{str(path)!r} holds no records; expected a folder that `peagle serve --record` "
@@ -198,52 +158,27 @@ class RecordFolder:
         Raises:
             UserError: others can read it, it holds other files, or it cannot be made.
         """
+        problem = ""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             mode = stat.S_IMODE(path.stat().st_mode)
             if mode & 0o077:
-                raise UserError(
-                    f"--record is {str(path)!r}, a folder that others can enter (mode {mode:o}); "
-                    "expected a folder of its own with mode 700. Name another, or chmod 700 it."
-                )
-            with locked(path, wait=True):
-                names = sorted({one.name for one in path.iterdir()} - {LOCK_NAME})
-                if names and _INFO not in names:
-                    raise UserError(
-                        f"--record is {str(path)!r}, a folder that holds {names[0]!r}; expected an "
-                        "empty folder, or one of records. Name another."
-                    )
-                if not names:
-                    _write_info(path, secrets.token_bytes(32), None)
+                problem = f"others can enter it (mode {mode:o}; chmod 700 it)"
+            elif not is_recording(path):
+                with locked(path, wait=True):
+                    if others := sorted({one.name for one in path.iterdir()} - {LOCK_NAME, _INFO}):
+                        problem = f"it holds {others[0]!r}"
+                    elif not is_recording(path):
+                        info = {"format_version": 1, "secret": secrets.token_hex(32)}
+                        _write_private(path / _INFO, [json.dumps(info).encode()])
         except OSError as error:
+            problem = f"it cannot be written ({error.strerror})"
+        if problem:
             raise UserError(
-                f"--record is {str(path)!r}, which cannot be written ({error.strerror}); expected "
-                "a folder for records. Name another."
-            ) from None
+                f"--record is {str(path)!r}: {problem}. Expected a folder of records, or one that "
+                "is empty or not there yet, for their owner alone."
+            )
         return cls(path)
-
-    def bind(self, target: dict[str, Any]) -> None:
-        """Note the target whose traffic is recorded here.
-
-        Args:
-            target: `tokenizer_sha256` and `lm_head_sha256`, None where it is not known.
-
-        Raises:
-            UserError: the folder has records of another target.
-            OSError: it cannot be written.
-        """
-        if self._target is None:
-            with locked(self.path, wait=True):
-                _write_info(self.path, self._secret, target)
-            self._target = target
-        for name, given in target.items():
-            kept = self._target.get(name)
-            if given is not None and kept is not None and given != kept:
-                raise UserError(
-                    f"--record is {str(self.path)!r}, a folder with records of another target "
-                    f"({name} is {kept[:12]}..., that of this target {given[:12]}...). Name a "
-                    "folder for each target."
-                )
 
     def key_id(self, digest: bytes) -> str:
         """Return the id of an API key in this folder, by the SHA-256 of the key."""
@@ -252,9 +187,9 @@ class RecordFolder:
     def ids_named(self, name: str) -> set[str]:
         """Return the ids that a key may have, named by itself, by its SHA-256 or by its id."""
         ids = {self.key_id(sha256(name.encode()).digest())}
-        if _DIGEST.fullmatch(name):  # also the form of many keys
+        if re.fullmatch("[0-9a-f]{64}", name):  # also the form of many keys
             ids.add(self.key_id(bytes.fromhex(name)))
-        return ids | ({name} if _ID.fullmatch(name) else set())
+        return ids | ({name} if re.fullmatch("[0-9a-f]{32}", name) else set())
 
     def refused(self) -> frozenset[str]:
         """Return the ids of keys of which nothing is recorded."""
@@ -273,8 +208,7 @@ class RecordFolder:
         """
         ids, count = set(ids), 0
         with locked(self.path, wait=True):
-            for stale in self.path.glob(".*.partial"):  # of a process that was killed
-                stale.unlink()
+            self.remove_partial()
             refused = "".join(f"{one}\n" for one in sorted(self.refused() | ids))
             _write_private(self.path / _REFUSED, [refused.encode()])
             for file in record_files(self.path):
@@ -287,33 +221,38 @@ class RecordFolder:
                     _write_private(file, others)
         return count
 
-    def summary(self) -> RecordSummary:
-        """Count what the folder holds; nothing is decrypted."""
-        found = RecordSummary(refused=sorted(self.refused()))
-        for file in record_files(self.path):
-            found.files += 1
-            for line in _lines_of(file):
-                found.bytes += len(line)
-                head = _HEAD.match(line)
-                if head is None or not line.endswith(b"\n"):
-                    found.cut += 1
-                    continue
-                found.records += 1
-                names = (found.days, head[2].decode()), (found.keys, _id_of(line) or "")
-                for counts, name in names:
-                    counts[name] = counts.get(name, 0) + 1
-        return found
+    def remove_partial(self) -> None:
+        """Remove what killed processes were writing; the caller has the lock."""
+        for stale in self.path.glob(".*.partial"):
+            stale.unlink()
+
+    def summary(self) -> dict[str, Any]:
+        """Count what the folder holds; nothing is decrypted.
+
+        Returns:
+            `records`, `files`, `bytes`, `cut` (lines that a killed server left half-written),
+            `days` (records by day in UTC), `keys` (records by the id of the key, "" without one)
+            and `refused`.
+        """
+        days: dict[str, int] = {}
+        keys: dict[str, int] = {}
+        files, num_bytes, cut = record_files(self.path), 0, 0
+        for line in (line for file in files for line in _lines_of(file)):
+            num_bytes += len(line)
+            head = _HEAD.match(line)
+            if head is None or not line.endswith(b"\n"):
+                cut += 1
+                continue
+            for counts, name in ((days, head[2].decode()), (keys, _id_of(line) or "")):
+                counts[name] = counts.get(name, 0) + 1
+        found = {"records": sum(days.values()), "files": len(files), "bytes": num_bytes, "cut": cut}
+        return {**found, "days": days, "keys": keys, "refused": sorted(self.refused())}
 
 
 def _id_of(line: bytes) -> str | None:
     """Return the id of the key of a line, which may be cut."""
     head = _HEAD.match(line)
     return head[1].decode() if head is not None and head[1] is not None else None
-
-
-def _write_info(path: Path, secret: bytes, target: dict[str, Any] | None) -> None:
-    info = {"format_version": _VERSION, "secret": secret.hex(), "target": target}
-    _write_private(path / _INFO, [json.dumps(info).encode()])
 
 
 def _write_private(path: Path, pieces: Iterable[bytes]) -> None:

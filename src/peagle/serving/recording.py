@@ -105,17 +105,11 @@ class Recorder:
                     raise UserError(f"{option} needs --record DIR, the folder of the records.")
             return None
         names = {digest.hex() for digest in keys.digests}
-        if not names and not config.record_all:
+        if bool(config.record_for) == config.record_all or not (names or config.record_all):
             raise UserError(
-                "--record records API keys that are opted in, and the server has no keys: add "
-                "--record-all to record every request that does not say no, or set keys."
-            )
-        if config.record_all and config.record_for:
-            raise UserError("--record-all and --record-for contradict each other; leave one out.")
-        if not config.record_all and not config.record_for:
-            raise UserError(
-                "--record needs the keys to record: --record-for SHA256 for each, or --record-all "
-                "for every request that does not say no."
+                "--record needs one of --record-for SHA256 (for each API key that is recorded) and "
+                "--record-all (for every request that does not say no)"
+                + ("." if names else "; the server has no keys, so --record-all is required.")
             )
         for number, name in enumerate(config.record_for, start=1):
             if name.lower() not in names:  # it is not shown, as it may be a key
@@ -137,15 +131,7 @@ class Recorder:
         )
 
     def begin(self, model: str, target: dict[str, Any]) -> None:
-        """Begin to record the answers of a model; `target` is as `RecordFolder.bind` takes it.
-
-        Raises:
-            UserError: the folder has records of another target.
-        """
-        try:
-            self._folder.bind(target)
-        except OSError as error:
-            return self._stop(error)
+        """Begin to record the answers of a model; `target` are the hashes of `identity_of`."""
         self._facts = {"model": model, **target}
         self._is_open = True
         self._thread.start()
@@ -272,6 +258,7 @@ class Recorder:
     def _prune(self, now: float) -> None:
         """Delete files with records that are too old, then the oldest until a new one has room."""
         self._pruned_s = now
+        self._folder.remove_partial()
         files = [(file, file.stat().st_size) for file in record_files(self._folder.path)]
         total = sum(size for file, size in files if file != self._file) + self._file_bytes
         for file, size in files:

@@ -281,7 +281,7 @@ async def _load(service: Service, spec: EngineSpec, url: str, started: float) ->
     await service.pool.became_ready.wait()
     info = service.pool.info
     if service.recorder is not None and info is not None and info.target_identity is not None:
-        await asyncio.to_thread(service.recorder.begin, service.name, info.target_identity)
+        service.recorder.begin(service.name, info.target_identity)
     service.tokenizer = tokenizer  # from here on requests are taken
     if info is not None:
         if spec.show_memory or info.device.startswith("cuda"):
