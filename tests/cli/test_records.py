@@ -58,16 +58,13 @@ def identity(pair: Pair) -> dict[str, Any]:
 
 def test_list(peagle: Peagle, tmp_path: Path, identity: dict[str, Any]) -> None:
     made = record(tmp_path / "records", identity)
-    result = peagle("records", "list", made.path, "--format", "json")
-    found = json.loads(result.out)
+    found = json.loads(peagle("records", "list", made.path, "--format", "json").out)
     ids = {made.key_id(digest(name)): count for name, count in ((KEY, 2), (OTHER, 1))}
     assert found["keys"] == {**ids, "": 1} and found["records"] == 4
     assert sum(found["days"].values()) == 4 and found["refused"] == []
     assert (found["files"], found["cut"]) == (1, 0)
-    assert found["bytes"] == sum(file.stat().st_size for file in record_files(made.path))
     shown = peagle("records", "list", made.path).out
-    assert all(id in shown for id in ids) and "(none)" in shown
-    assert KEY not in result.out + shown
+    assert all(id in shown for id in ids) and KEY not in shown
     assert peagle("records", "list", tmp_path / "missing").status == 2
 
 
@@ -117,6 +114,7 @@ def test_prepare_reads_the_folder(
     if is_encrypted:
         result = peagle(*command[:-2], "--overwrite")
         assert result.status == 2 and "name the key file" in result.err
+        assert "deleted 3 records" in peagle("records", "delete", made.path, "--key", KEY).out
 
 
 @pytest.mark.parametrize(

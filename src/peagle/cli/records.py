@@ -49,15 +49,13 @@ def delete_records(
     key: str = typer.Option(
         ...,
         metavar="KEY",
-        help="The API key, its SHA-256 or its id in the list; - reads one of them from standard "
-        "input, where other users of the machine cannot see it.",
+        help="The API key, its SHA-256 or its id in the list; - reads it from standard input.",
     ),
     output_format: Format = OutputFormat.TEXT,
 ) -> None:
-    """Delete all records of an API key; from then on servers record nothing of it here.
+    """Delete all records of an API key; servers record nothing more of it in this folder.
 
-    A server may write meanwhile. To allow records of the key again, remove its id from the file
-    "refused" in the folder.
+    Remove its id from the file "refused" there to have it recorded again.
     """
     records = RecordFolder(folder)
     name = (sys.stdin.readline() if key == "-" else key).strip()

@@ -240,8 +240,7 @@ def _check_target(record: Record, lm_head: str | None) -> None:
     if None not in (theirs, lm_head) and theirs != lm_head:
         raise UserError(
             f"{record.where} was recorded from another target (lm_head {str(theirs)[:12]}..., that "
-            f"of --target is {str(lm_head)[:12]}...). A head learns from its own target alone: "
-            "name the target that was served, or leave these records out."
+            f"of --target is {str(lm_head)[:12]}...); name the target that was served."
         )
 
 

@@ -1,21 +1,18 @@
 """Folders of recorded traffic, which `peagle serve --record` writes: their form and deletion.
 
-A folder has these files, which its owner alone can read:
+Its files, which the owner alone can read:
 
 - records.json: a secret, which makes ids of API keys;
-- TIME-XXXXXXXX.jsonl: records, one a line. TIME is that of the first. A server appends to a file of
-  its own until that is full or old;
+- TIME-XXXXXXXX.jsonl: records from that time on, one a line; each server appends to its own;
 - refused: ids of keys of which nothing is recorded, one a line.
 
-A line begins with the id of the key and the time, also where the rest is encrypted: listing and
-deleting need no key file. Whoever changes a file holds the lock of the folder. A killed server
-leaves at most a cut last line.
+A line begins with the id of the key and the time, also where the rest is encrypted. Whoever changes
+a file holds the lock of the folder. A killed server leaves at most a cut last line.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import secrets
@@ -35,8 +32,6 @@ _TIME = "%Y%m%dT%H%M%S.%fZ"
 _FILE = re.compile(r"\d{8}T\d{6}\.\d{6}Z-[0-9a-f]{8}\.jsonl")
 # How every line begins, see `line_of`.
 _HEAD = re.compile(rb'\{"key_id": (?:null|"([0-9a-f]{32})"), "time": "(\d{4}-\d\d-\d\d)')
-
-logger = logging.getLogger("peagle.serving")
 
 
 def is_recording(path: Path) -> bool:
@@ -82,9 +77,6 @@ def read_cipher(file: str | Path) -> Any:
     expected = "expected 32 random bytes in base64, as `openssl rand -base64 32` prints them."
     try:
         with open(file, "rb") as opened:
-            if os.fstat(opened.fileno()).st_mode & stat.S_IROTH:
-                text = "The key file %r can be read by every user of this machine: chmod 600 it."
-                logger.warning(text, str(file))
             key = opened.read(1024).strip()
         return Fernet(key.translate(bytes.maketrans(b"+/", b"-_")))
     except OSError as error:
@@ -201,10 +193,8 @@ class RecordFolder:
     def delete(self, ids: Iterable[str]) -> int:
         """Delete all records of keys, and refuse further ones; return the number of records.
 
-        A server that writes here waits meanwhile, and records nothing of these keys afterwards.
-
         Raises:
-            OSError: the disk did not take it; records that are left can be deleted again.
+            OSError: the disk did not take it; some records may be left.
         """
         ids, count = set(ids), 0
         with locked(self.path, wait=True):
@@ -229,10 +219,8 @@ class RecordFolder:
     def summary(self) -> dict[str, Any]:
         """Count what the folder holds; nothing is decrypted.
 
-        Returns:
-            `records`, `files`, `bytes`, `cut` (lines that a killed server left half-written),
-            `days` (records by day in UTC), `keys` (records by the id of the key, "" without one)
-            and `refused`.
+        `cut` counts half-written lines, `days` and `keys` the records by day (UTC) and by the id of
+        the key ("" without one).
         """
         days: dict[str, int] = {}
         keys: dict[str, int] = {}

@@ -307,14 +307,11 @@ class Metrics:
             for name, histogram in at.histograms.items():
                 histograms[name].add_metric(labels, histogram.buckets(), histogram.sum)
         yield from (build, *gauges.values(), beat, hangs, oldest)
-        if self._records is not None:
+        if (records := self._records) is not None:
+            full = "Answers that were to be recorded, and found the queue or the disk full."
             for name, text, count in (
-                ("recorded_answers", "Answers that were recorded.", self._records.written),
-                (
-                    "unrecorded_answers",
-                    "Answers that were not recorded, as the queue or the disk was full.",
-                    self._records.dropped,
-                ),
+                ("recorded_answers", "Answers that were recorded.", records.written),
+                ("unrecorded_answers", full, records.dropped),
             ):
                 answers = family(counter, name, text)
                 answers.add_metric([model], count)

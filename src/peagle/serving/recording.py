@@ -1,7 +1,6 @@
 """Recording of traffic: which requests are recorded, and the thread that writes the records.
 
-The event loop decides and hands finished answers over; one thread writes them. Between both is a
-queue with a limit: an answer that finds it full is dropped and counted, and nothing waits.
+The event loop hands finished answers over in a queue. Answers that find it full are dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ _FILE_BYTES = 8 << 20
 _DAY_S = 86_400.0
 # Seconds between two looks at refused keys, and at files that are too old.
 _LOOK_S, _PRUNE_S = 1.0, 60.0
+_Waiting = tuple[str | None, float, dict[str, Any]]  # id of the key, time, other fields
 
 
 class Recorder:
@@ -51,13 +52,8 @@ class Recorder:
         folder: where records go.
         key_ids: id of each API key, by its salt (`ApiKeys`).
         salts: salts of the keys that are recorded; None records all requests.
-        share: share of the requests, by a hash of their ids.
-        max_bytes, days: beyond these the oldest files are deleted.
-        cipher: encrypts records, see `read_cipher`.
+        share, max_bytes, days, cipher: the options --record-...
         clock: the time in seconds since 1970.
-
-    Attributes:
-        counts: answers that are recorded, and those that were dropped.
     """
 
     def __init__(
@@ -84,7 +80,7 @@ class Recorder:
         self._refused = folder.refused()
         self._file: Path | None = None
         self._pruned_s = -float("inf")
-        self._waiting: list[tuple[str | None, float, dict[str, Any]]] = []
+        self._waiting: deque[_Waiting] = deque()
         self._num_waiting_tokens = 0
         self._changed = threading.Condition()
         self._is_open = self._is_closing = self._has_failed = False
@@ -95,14 +91,14 @@ class Recorder:
         """Return the recorder that the options ask for; None if they ask for none.
 
         Raises:
-            UserError: the options do not say whose requests are recorded, or contradict each
-                other, or the folder or the key file is not usable.
+            UserError: the options contradict each other or do not say whose requests are
+                recorded, or the folder or the key file is not usable.
         """
         if config.record is None:
-            for name in ("record_for", "record_all", "record_key_file"):
-                if getattr(config, name):
-                    option = f"--{name.replace('_', '-')}"
-                    raise UserError(f"{option} needs --record DIR, the folder of the records.")
+            if config.record_for or config.record_all or config.record_key_file:
+                raise UserError(
+                    "--record-for, --record-all and --record-key-file need --record DIR."
+                )
             return None
         names = {digest.hex() for digest in keys.digests}
         if bool(config.record_for) == config.record_all or not (names or config.record_all):
@@ -111,19 +107,17 @@ class Recorder:
                 "--record-all (for every request that does not say no)"
                 + ("." if names else "; the server has no keys, so --record-all is required.")
             )
-        for number, name in enumerate(config.record_for, start=1):
-            if name.lower() not in names:  # it is not shown, as it may be a key
-                raise UserError(
-                    f"--record-for number {number} is none of the server's keys: expected the "
-                    "SHA-256 of a key, as `printf %s KEY | sha256sum` prints it."
-                )
-        folder = RecordFolder.create(Path(config.record))
-        chosen = {bytes.fromhex(name) for name in config.record_for}
-        salts = keys.salts
+        if not {name.lower() for name in config.record_for} <= names:
+            raise UserError(  # without the value, which may be a key
+                "A value of --record-for is none of the server's keys; expected the SHA-256 of a "
+                "key, as `printf %s KEY | sha256sum` prints it."
+            )
+        folder, salts = RecordFolder.create(Path(config.record)), keys.salts
+        chosen = (salts[bytes.fromhex(name)] for name in config.record_for)
         return cls(
             folder,
             key_ids={salt: folder.key_id(digest) for digest, salt in salts.items()},
-            salts=None if config.record_all else frozenset(salts[digest] for digest in chosen),
+            salts=None if config.record_all else frozenset(chosen),
             share=config.record_share,
             max_bytes=config.record_max_gib * 2**30,
             days=config.record_days,
@@ -137,12 +131,7 @@ class Recorder:
         self._thread.start()
 
     def wants(self, request_id: str, salt: bytes, store: bool | None) -> bool:
-        """Return whether a request is to be recorded.
-
-        Args:
-            salt: that of its key, empty without keys.
-            store: what the request says; False wins over all options.
-        """
+        """Return whether to record a request; `salt` is that of its key, b"" without keys."""
         if store is False or not self._is_open:
             return False
         if self._salts is not None and salt not in self._salts:
@@ -186,72 +175,63 @@ class Recorder:
     # ---- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        is_last = False
+        while not is_last:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_closing, _LOOK_S)
-                batch, self._waiting = self._waiting, []
+                batch, self._waiting = self._waiting, deque()
                 self._num_waiting_tokens = 0
                 is_last = self._is_closing
             try:
                 self._write(batch)
-            except Exception as error:
-                self._stop(error)  # files that become too old are still deleted
-            if is_last:
-                return
+            except Exception as error:  # serving goes on, and old files are still deleted
+                with self._changed:
+                    self._is_open = False
+                    self.counts.dropped += len(batch) + len(self._waiting)
+                    self._waiting.clear()
+                if not self._has_failed:
+                    self._has_failed = True
+                    # The text of other errors might quote a record.
+                    text = error.strerror if isinstance(error, OSError) else type(error).__name__
+                    logger.error("recording into %s has stopped: %s", self._folder.path, text)
 
-    def _stop(self, error: Exception) -> None:
-        """Record nothing more, since the disk is full or another fault came; serving goes on."""
-        with self._changed:
-            self._is_open = False
-            self.counts.dropped += len(self._waiting)
-            self._waiting = []
-        if self._has_failed:
-            return
-        self._has_failed = True
-        # The text of other errors might quote a record.
-        reason = error.strerror if isinstance(error, OSError) else type(error).__name__
-        logger.error("recording into %s has stopped: %s", self._folder.path, reason)
-
-    def _write(self, batch: list[tuple[str | None, float, dict[str, Any]]]) -> None:
+    def _write(self, batch: deque[_Waiting]) -> None:
+        """Write records, each of which then leaves the batch."""
         now = self._clock()
         if not is_recording(self._folder.path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        if not batch and now - self._pruned_s < _PRUNE_S:
-            self._refused = self._folder.refused()
+        self._refused = self._folder.refused()
+        is_time = now - self._pruned_s >= _PRUNE_S
+        if not batch and not is_time:
             return
         with locked(self._folder.path, wait=True):
-            # Under the lock: what is deleted meanwhile must not come back.
+            # Once more under the lock: what is deleted meanwhile must not come back.
             self._refused = self._folder.refused()
-            if now - self._pruned_s >= _PRUNE_S:
+            if is_time:
                 self._prune(now)
-            for index, (key_id, time_s, fields) in enumerate(batch):
-                if key_id in self._refused:
-                    continue
-                try:
+            while batch:
+                key_id, time_s, fields = batch[0]
+                if key_id not in self._refused:
                     self._append(line_of(key_id, time_s, fields, self._cipher), now)
-                except Exception:
-                    self.counts.dropped += len(batch) - index
-                    raise
-                self.counts.written += 1
+                    self.counts.written += 1
+                batch.popleft()
 
     def _append(self, line: bytes, now: float) -> None:
         file = self._file
         size = file.stat().st_size if file is not None and file.exists() else 0
         is_full = size > 0 and size + len(line) > self._file_bytes
         if file is None or is_full or now - began_s(file) > self._file_age_s:
-            file = self._file = new_record_file(self._folder.path, now)
-            size = 0
+            file, size = new_record_file(self._folder.path, now), 0
+            self._file = file
             self._prune(now)
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            os.fchmod(descriptor, 0o600)  # whatever the umask
             rest = line
-            try:
-                while rest:
-                    rest = rest[os.write(descriptor, rest) :]
-            except OSError:
-                os.ftruncate(descriptor, size)
-                raise
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
         finally:
             os.close(descriptor)
 
@@ -259,12 +239,11 @@ class Recorder:
         """Delete files with records that are too old, then the oldest until a new one has room."""
         self._pruned_s = now
         self._folder.remove_partial()
-        files = [(file, file.stat().st_size) for file in record_files(self._folder.path)]
-        total = sum(size for file, size in files if file != self._file) + self._file_bytes
-        for file, size in files:
-            is_own = file == self._file
-            has_room = is_own or total <= self._max_bytes
-            if has_room and now - began_s(file) <= self._max_age_s:
-                continue
-            file.unlink()
-            total -= 0 if is_own else size
+        files = record_files(self._folder.path)
+        sizes = {file: file.stat().st_size for file in files if file != self._file}
+        total = sum(sizes.values()) + self._file_bytes
+        for file in files:
+            is_too_much = file in sizes and total > self._max_bytes
+            if is_too_much or now - began_s(file) > self._max_age_s:
+                file.unlink()
+                total -= sizes.get(file, 0)

@@ -334,7 +334,11 @@ class Generation:
                         self._count(index, chunk, engine)
                     yield chunks
             failure, status = None, 200
-            self._record()
+            caller, recorder = self.caller, self.service.recorder
+            if recorder is not None and caller.is_recorded:
+                recorder.add(
+                    caller.request_id, caller.key_salt, self.params.temperature, self.ordered
+                )
         except ApiError as error:
             failure, status = failure_of(error.status), error.status
             error.is_counted = True
@@ -348,13 +352,6 @@ class Generation:
                 metrics.failed(failure)
             lease.settle(num_prompt_tokens + self._num_tokens)
             self._report_end(num_prompt_tokens, status, failure)
-
-    def _record(self) -> None:
-        """Hand the outputs to the recorder, if this request is recorded."""
-        caller, recorder = self.caller, self.service.recorder
-        if caller.is_recorded and recorder is not None:
-            temperature = self.params.temperature
-            recorder.add(caller.request_id, caller.key_salt, temperature, self.ordered)
 
     async def run_to_end(self) -> list[RequestOutput]:
         """Run to the end; return all outputs, by prompt, then by output.
