@@ -1,4 +1,4 @@
-"""`peagle records list | delete`: recorded traffic of a server, and its deletion by API key."""
+"""`peagle records list | delete`: recorded traffic of a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from peagle.errors import UserError
 EXAMPLES = """
 What a folder of records holds, without any text:
   peagle records list traffic
-  peagle records list traffic --format json
 
 Without all records of a key, named by its id in the list, or on standard input:
   peagle records delete traffic --key 0f3a5c2e9b7d41680f3a5c2e9b7d4168
@@ -29,7 +28,7 @@ _Folder = typer.Argument(..., metavar="DIR", help="Folder of --record.", show_de
 
 
 def list_records(folder: Path = _Folder, output_format: Format = OutputFormat.TEXT) -> None:
-    """Show counts, days and keys of recorded traffic; keys are named by ids of this folder."""
+    """Count recorded traffic by day and by key; keys have ids of this folder."""
     found = RecordFolder(folder).summary()
     if output_format is OutputFormat.JSON:
         print(json.dumps({"folder": str(folder), **found}))

@@ -69,7 +69,7 @@ def read_cipher(file: str | Path) -> Any:
     """Return the cipher (Fernet: AES-128 and HMAC) of the key in a file: 32 bytes in base64.
 
     Raises:
-        UserError: the file cannot be read or has no such key, or `cryptography` is missing.
+        UserError: the file has no such key, or `cryptography` is missing.
     """
     require_package("cryptography", "records", "--record-key-file")
     from cryptography.fernet import Fernet
@@ -90,7 +90,7 @@ def recorded_lines(file: Path, cipher: Any = None) -> Iterator[tuple[int, dict[s
     """Yield the records of a file with the numbers of their lines; None for a line that was cut.
 
     Raises:
-        UserError: a record is encrypted, and there is no cipher, or one of another key.
+        UserError: a record is encrypted, and not with the key of the cipher.
     """
     for number, line in enumerate(_lines_of(file), start=1):
         try:

@@ -40,8 +40,7 @@ logger = logging.getLogger("peagle.serving")
 _MOST_WAITING_TOKENS = 4_000_000
 _FILE_BYTES = 8 << 20
 _DAY_S = 86_400.0
-# Seconds between two looks at refused keys, and at files that are too old.
-_LOOK_S, _PRUNE_S = 1.0, 60.0
+_LOOK_S, _PRUNE_S = 1.0, 60.0  # between two looks at refused keys, and at old files
 _Waiting = tuple[str | None, float, dict[str, Any]]  # id of the key, time, other fields
 
 
@@ -91,8 +90,7 @@ class Recorder:
         """Return the recorder that the options ask for; None if they ask for none.
 
         Raises:
-            UserError: the options contradict each other or do not say whose requests are
-                recorded, or the folder or the key file is not usable.
+            UserError: the options, the folder or the key file are not usable.
         """
         if config.record is None:
             if config.record_for or config.record_all or config.record_key_file:
@@ -200,12 +198,12 @@ class Recorder:
         now = self._clock()
         if not is_recording(self._folder.path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        self._refused = self._folder.refused()
         is_time = now - self._pruned_s >= _PRUNE_S
         if not batch and not is_time:
+            self._refused = self._folder.refused()
             return
         with locked(self._folder.path, wait=True):
-            # Once more under the lock: what is deleted meanwhile must not come back.
+            # Under the lock: what is deleted must not come back.
             self._refused = self._folder.refused()
             if is_time:
                 self._prune(now)
