@@ -408,6 +408,7 @@ def test_every_option_of_the_server_is_translated_or_refused() -> None:
         *groups.SPECULATION,
         *groups.SERVER,
         *groups.SAFETY,
+        *groups.RECORDING,
         *groups.OBSERVATION,
         *groups.ENGINE,
         *groups.TUNING,

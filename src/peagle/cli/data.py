@@ -36,9 +36,10 @@ from peagle.data.readers import (
     table_files,
     tokenizer_sha256,
 )
+from peagle.data.recorded import is_recording, read_cipher
 from peagle.disk import size_text
 from peagle.environment import environment
-from peagle.errors import UserError
+from peagle.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -402,9 +403,10 @@ class PrepareOptions:
     sources: list[Path] = typer.Argument(
         ...,
         metavar="FILE...",
-        help=".jsonl, .parquet, a folder of .parquet files or one that Hugging Face datasets "
-        'wrote (save_to_disk), with {"messages"}, {"prompt", "response"}, token ids '
-        '({"prompt_token_ids", "response_token_ids"} or {"input_ids", "loss_mask"}); or '
+        help=".jsonl, .parquet, a folder of .parquet files, one that Hugging Face datasets wrote "
+        '(save_to_disk) or one that serve --record wrote, with {"messages"}, {"prompt", '
+        '"response"}, token ids ({"prompt_token_ids", "response_token_ids"} or {"input_ids", '
+        '"loss_mask"}); or '
         ".safetensors written by this command.",
     )
     target: str = typer.Option(
@@ -435,6 +437,12 @@ class PrepareOptions:
         show_default=False,
     )
     chat_template: ChatTemplate = None
+    record_key_file: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Key file of the server that encrypted the records of FILE.",
+        show_default=False,
+    )
     chat: bool | None = typer.Option(
         None,
         "--chat/--raw",
@@ -460,11 +468,12 @@ def prepare(options: PrepareOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PreparePlan:
-    """The tables to read, and the validation output with its share of the conversations."""
+    """The tables to read, the validation output with its share, and the cipher of records."""
 
     sources: list[Path]
     validation: Path | None
     share: float
+    cipher: Any = None
 
 
 def _plan_preparation(options: PrepareOptions) -> PreparePlan:
@@ -487,7 +496,19 @@ def _plan_preparation(options: PrepareOptions) -> PreparePlan:
         if source.is_file() and source.suffix not in (".safetensors", ".parquet"):
             next(read_records(source), None)  # and a file that is not JSON
     check_paths(options.target, chat_template=options.chat_template)
-    return PreparePlan(sources, validation, share)
+    cipher = read_cipher(options.record_key_file) if options.record_key_file else None
+    return PreparePlan(sources, validation, share, cipher)
+
+
+def _lm_head_of(folder: Path) -> str | None:
+    """Return the hash of a target's lm_head as records name it; None if it cannot be compared."""
+    from peagle.models.fingerprint import identity_of
+    from peagle.models.target_ends import TargetEnds
+
+    try:
+        return identity_of(TargetEnds.load(folder))["lm_head_sha256"]
+    except CheckpointError:  # its ends are quantised
+        return None
 
 
 def _prepare(options: PrepareOptions, plan: PreparePlan) -> PrepareSummary:
@@ -509,7 +530,13 @@ def _prepare(options: PrepareOptions, plan: PreparePlan) -> PrepareSummary:
     )
     fingerprint = tokenizer_sha256(folder, tokenizer)
     train, held_out, report = library.prepare(
-        plan.sources, maker, limits, fingerprint, needs_thinking=maker.lacks_thinking
+        plan.sources,
+        maker,
+        limits,
+        fingerprint,
+        needs_thinking=maker.lacks_thinking,
+        lm_head=_lm_head_of(folder) if any(map(is_recording, plan.sources)) else None,
+        cipher=plan.cipher,
     )
     facts = {
         "kind": "prepare",

@@ -327,6 +327,29 @@ SAFETY = group(
     section="server",
 )
 
+RECORDING = group(
+    "Recording",
+    """
+    --record DIR
+        Folder for the token ids of requests and answers, as training data of a head. [default:
+        nothing is recorded]
+    --record-for SHA256 ... = server.record_for
+        SHA-256 of an API key whose requests are recorded; may be given several times.
+    --record-all
+        Record every request that does not say no ("store": false).
+    --record-share FLOAT
+        Share of these requests that is recorded, chosen by a hash of the request's id.
+    --record-max-gib FLOAT
+        Largest size of the records in GiB; the server deletes the oldest first.
+    --record-days FLOAT
+        Days after which the server deletes records.
+    --record-key-file FILE
+        File of the key that encrypts records, 32 random bytes in base64. [default: records are
+        not encrypted]
+    """,
+    section="server",
+)
+
 OBSERVATION = group(
     "Logs and traces",
     """

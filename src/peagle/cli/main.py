@@ -40,6 +40,7 @@ COMMANDS = {
     "generate": "Complete prompts of your own.",
     "make-head": "Make a draft head for a model from nothing, in the minutes that you give.",
     "push": "Push a draft head and its model card to a Hugging Face hub.",
+    "records": "List recorded traffic of a server, and delete that of an API key.",
     "serve": "Serve a model over HTTP, compatible with OpenAI's API.",
     "train": "Train a draft head by a TOML file.",
     "tune": "Choose K by batch size for this machine and head.",

@@ -70,6 +70,7 @@ def _for_server(flag: Flag) -> Flag:
     *groups.SPECULATION,
     *groups.SERVER,
     *groups.SAFETY,
+    *groups.RECORDING,
     *groups.OBSERVATION,
     *map(_for_server, groups.ENGINE),
     *groups.TUNING,

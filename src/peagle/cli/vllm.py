@@ -137,6 +137,10 @@ def refuse_vllm_options(given: Given, flags: list[str]) -> None:
         )
 
 
+_RECORDING = (
+    *("record", "record_for", "record_all", "record_share", "record_max_gib", "record_days"),
+    "record_key_file",
+)
 # Options without an equal in vLLM, with the reason, and the value that vLLM has anyway.
 _UNSUPPORTED_OPTIONS = {
     "engine.device": ("vLLM runs on what it was built for", "auto"),
@@ -161,6 +165,7 @@ _UNSUPPORTED_OPTIONS = {
     "server.key_requests_per_minute": ("vLLM has no limits for each key", None),
     "server.key_tokens_per_minute": ("vLLM has no limits for each key", None),
     "server.key_concurrency": ("vLLM has no limits for each key", None),
+    **{f"server.{name}": ("vLLM's server records nothing", None) for name in _RECORDING},
 }
 _ENGINE_KEYS = (
     *("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),

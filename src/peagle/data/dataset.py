@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -293,14 +293,16 @@ def _check_version(path: Path, metadata: dict[str, Any]) -> None:
         )
 
 
-def read_data(source: Path) -> tuple[Iterator[Record], dict[str, Any]]:
+def read_data(source: Path, cipher: Any = None) -> tuple[Iterator[Record], dict[str, Any]]:
     """Return the records of a store, a file or a folder, and its provenance.
+
+    `cipher` reads encrypted records, see `read_records`.
 
     Raises:
         UserError: as `read_store` and `read_records` do.
     """
     if source.suffix != ".safetensors":
-        return read_records(source), read_side(source)
+        return read_records(source, cipher), read_side(source)
     dataset, metadata = read_store(source)
     return _records_of(dataset, source), metadata
 
@@ -311,7 +313,7 @@ def _records_of(dataset: ResponseDataset, source: Path) -> Iterator[Record]:
         yield Record(row_of(ids, mask), index, f"{source}, sequence {index}")
 
 
-def check_tokenizer(source: Path, metadata: dict[str, Any], fingerprint: str) -> None:
+def check_tokenizer(source: Path | str, metadata: Mapping[str, Any], fingerprint: str) -> None:
     """Refuse data whose provenance names another tokenizer.
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 from peagle.data.dataset import ResponseDataset, check_tokenizer, read_data, row_of, write_store
 from peagle.data.limits import MIN_RESPONSE, Limits
 from peagle.data.origins import AnswerOrigin, answer_origins, joined_origins
-from peagle.data.readers import DropCounts, Dropped, side_file
+from peagle.data.readers import DropCounts, Dropped, Record, side_file
 from peagle.data.samples import Sample, SampleMaker, continues
 from peagle.disk import needing_room, put_in_place
 from peagle.errors import UserError
@@ -173,6 +173,8 @@ def prepare(
     fingerprint: str,
     *,
     needs_thinking: bool = False,
+    lm_head: str | None = None,
+    cipher: Any = None,
 ) -> tuple[Collected, Collected, PrepareSummary]:
     """Return the samples of files for training and for validation, and counts.
 
@@ -181,27 +183,31 @@ def prepare(
         fingerprint: the tokenizer's hash (`tokenizer_sha256`); files with another are refused.
         needs_thinking: refuse conversations, because their template has a thinking mode and none
             was chosen.
+        lm_head: `lm_head_sha256` of the target; recorded traffic of another target is refused.
+        cipher: reads encrypted records (`peagle.data.recorded`).
 
     Raises:
-        UserError: a file is not usable or was made with another tokenizer, a token is outside the
+        UserError: a file is not usable or of another tokenizer or target, a token is outside the
             vocabulary, no sample is left, or there is no second conversation for validation.
     """
     collected, report = Collected(), PrepareSummary()
     seen: set[bytes] = set()
     origins = []
     for source in sources:
-        records, metadata = read_data(source)
+        records, metadata = read_data(source, cipher)
         origins.append(answer_origins(metadata))
         check_tokenizer(source, metadata, fingerprint)
         for record in records:
             report.records += 1
+            check_tokenizer(record.where, record.data, fingerprint)
+            _check_target(record, lm_head)
             if "prompt_token_ids" in record.data or "input_ids" in record.data:
                 if (
-                    "tokenizer_sha256" not in metadata
+                    "tokenizer_sha256" not in {*metadata, *record.data}
                     and str(source) not in report.unknown_tokenizer
                 ):
                     report.unknown_tokenizer.append(str(source))
-            elif needs_thinking and maker.renders(record):
+            elif record.fault is None and needs_thinking and maker.renders(record):
                 raise UserError(
                     f"{record.where} is a conversation, and the chat template has a thinking mode; "
                     "say with --thinking or --no-thinking in which the head will serve."
@@ -226,6 +232,16 @@ def prepare(
             f"{'; '.join(report.reasons()) or 'the files are empty'}. Nothing was written."
         )
     return train, validation, report
+
+
+def _check_target(record: Record, lm_head: str | None) -> None:
+    """Refuse a record of a server that had another target."""
+    theirs = record.data.get("lm_head_sha256")
+    if None not in (theirs, lm_head) and theirs != lm_head:
+        raise UserError(
+            f"{record.where} was recorded from another target (lm_head {str(theirs)[:12]}..., that "
+            f"of --target is {str(lm_head)[:12]}...); name the target that was served."
+        )
 
 
 def _check_ids(ids: list[int], where: str, limits: Limits) -> None:

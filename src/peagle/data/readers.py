@@ -2,7 +2,8 @@
 
 A folder of data is what `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, or it holds
 .parquet files, which are read in the order of their names. FOLDER/SPLIT names one split of it: a
-subfolder, or the files that are named as the hub names them (train-00000-of-00002.parquet).
+subfolder, or the files that are named as the hub names them (train-00000-of-00002.parquet). Or
+`peagle serve --record` wrote it (`peagle.data.recorded`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from peagle.data.recorded import is_recording, record_files, recorded_lines
 from peagle.errors import UserError
 from peagle.extras import install_extra
 from peagle.messages import text_of, tools_in_template_form
@@ -74,6 +76,10 @@ def table_files(path: Path) -> list[Path]:
     """
     if path.is_file() or (path / _STATE).is_file():
         return [path]
+    if is_recording(path):
+        if files := record_files(path):
+            return files
+        raise UserError(f"The folder {str(path)!r} holds no records yet.")
     if not path.is_dir():
         if files := _split_files(path):
             return files
@@ -353,17 +359,23 @@ class AskedConversation:
 # ---- records --------------------------------------------------------------------------------
 
 _NO_OBJECT = "the line is no object"
+_CUT_LINE = "the line was cut off, since its server was killed"
 _HALF_PAIR = "the text holds half of a surrogate pair"
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path, cipher: Any = None) -> Iterator[Record]:
     """Yield the records of a .jsonl or .parquet file, or of a folder of data.
+
+    Args:
+        cipher: reads the encrypted records of `peagle serve --record` (`recorded.read_cipher`).
 
     Raises:
         UserError: nothing is there, the data is of another kind or damaged (the line is named), or
             a package that reads it is missing.
     """
     parts = table_files(path)
+    if is_recording(path):
+        return _read_recording(parts, cipher)
     if parts == [path] and path.is_file() and path.suffix != ".parquet":
         if path.suffix != ".jsonl":
             raise UserError(
@@ -376,6 +388,15 @@ def read_records(path: Path) -> Iterator[Record]:
         Record(_with_message_objects(row), number, where)
         for number, (row, where) in enumerate(rows, start=1)
     )
+
+
+def _read_recording(files: Sequence[Path], cipher: Any) -> Iterator[Record]:
+    number = 0
+    for file in files:
+        for line, value in recorded_lines(file, cipher):
+            number += 1
+            fault = Dropped(_CUT_LINE) if value is None else None
+            yield Record(value or {}, number, f"{file}, line {line}", fault)
 
 
 def _with_message_objects(row: dict[str, Any]) -> dict[str, Any]:

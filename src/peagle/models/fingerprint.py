@@ -106,6 +106,17 @@ class TargetFingerprint:
         return ""
 
 
+def identity_of(target: TargetFacts) -> dict[str, str | None]:
+    """Return the hashes of a target that its records name: `tokenizer_sha256`, `lm_head_sha256`.
+
+    None stands for one that cannot be compared.
+    """
+    found = TargetFingerprint.of(target, tokens=False)
+    # float16 flushes small bfloat16 values.
+    lm_head = None if target.dtype == torch.float16 else found.lm_head_sha256
+    return {"tokenizer_sha256": found.tokenizer_sha256, "lm_head_sha256": lm_head}
+
+
 def same_tokenizer(
     expected: str | None, given: str | None, tokens: str | None, folder: Path
 ) -> bool | None:

@@ -26,6 +26,7 @@ logger = logging.getLogger("peagle.serving")
 
 _BYTES_AT_ONCE = 64 * 1024  # bytes of a whole answer
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+_RECORDED = [(b"x-peagle-recorded", b"true")]
 
 
 class GenerationAnswer(Response, ABC):
@@ -36,9 +37,11 @@ class GenerationAnswer(Response, ABC):
 
     Attributes:
         end: what ends a stream.
+        is_recorded: the answer is to be recorded; a header tells so.
     """
 
     end = b"data: [DONE]\n\n"
+    is_recorded = False
 
     def __init__(self, *, is_stream: bool) -> None:
         self.is_stream = is_stream
@@ -74,11 +77,14 @@ class GenerationAnswer(Response, ABC):
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
 
+    async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        headers = [*headers, *(_RECORDED if self.is_recorded else ())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
     async def _send_whole(self, send: Send) -> None:
         pieces = json_pieces(await self.whole())
         size = str(sum(map(len, pieces))).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", size)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._start(send, [(b"content-type", b"application/json"), (b"content-length", size)])
         start = length = 0
         for end, piece in enumerate(pieces, 1):
             length += len(piece)
@@ -96,7 +102,7 @@ class GenerationAnswer(Response, ABC):
             nonlocal has_started
             if not has_started:
                 has_started = True
-                await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                await self._start(send, _EVENTS)
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:

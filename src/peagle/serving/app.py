@@ -19,6 +19,7 @@ from peagle import __version__
 from peagle.config.checks import did_you_mean
 from peagle.errors import short_repr
 from peagle.serving import protocol
+from peagle.serving.answers import GenerationAnswer
 from peagle.serving.completions import answer_chat, complete
 from peagle.serving.engine_pool import Deadline
 from peagle.serving.errors import ApiError, reason_for_absence
@@ -308,10 +309,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     async def answer(respond_to: Callable[..., Any], request: Request, body: Any) -> Response:
         deadline = Deadline.after(service.config.request_timeout_s)
-        caller = Caller.of(request, body, deadline)
+        caller = Caller.of(request, body, deadline, service.recorder)
         try:
             async with asyncio.timeout_at(deadline and deadline.end_s) as timeout:
-                return await respond_to(service, body, caller)
+                response: GenerationAnswer = await respond_to(service, body, caller)
+                response.is_recorded = caller.is_recorded
+                return response
         except TimeoutError:
             if deadline is None or not timeout.expired():
                 raise

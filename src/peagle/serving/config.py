@@ -30,6 +30,10 @@ _CHECKS = {
     "hang_timeout_s": number_check(
         lambda s: s == 0 or s >= 1, "a number of seconds of at least 1, or 0 for none"
     ),
+    "record_share": number_check(lambda share: 0 < share <= 1, "a share above 0, at most 1"),
+    **dict.fromkeys(
+        ("record_max_gib", "record_days"), number_check(lambda n: n > 0, "a number above 0")
+    ),
     "on_engine_failure": choice_of("restart", "exit"),
     "log_format": choice_of("text", "json"),
     "tool_call_parser": choice_of(*TOOL_PARSERS),
@@ -72,6 +76,12 @@ class ServerConfig:
         cloudwatch_interval_s: seconds between two lines about acceptance on standard output, in
             CloudWatch's embedded metric format; 0 writes none.
         playground: whether the server has the page at /.
+        record: folder for records of requests and answers; None records nothing.
+        record_for: SHA-256 of the API keys that are recorded, in hexadecimal digits.
+        record_all: every request is recorded that does not say no.
+        record_share: share of the requests that is recorded.
+        record_max_gib, record_days: size and age above which the oldest records are deleted.
+        record_key_file: file of the key that encrypts records; None writes them plainly.
 
     Raises:
         UserError: a value is out of range.
@@ -106,6 +116,13 @@ class ServerConfig:
     otlp_endpoint: str | None = None
     cloudwatch_interval_s: float = 0.0
     playground: bool = True
+    record: str | None = None
+    record_for: tuple[str, ...] = ()
+    record_all: bool = False
+    record_share: float = 1.0
+    record_max_gib: float = 10.0
+    record_days: float = 30.0
+    record_key_file: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, _CHECKS)

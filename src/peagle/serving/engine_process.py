@@ -33,6 +33,7 @@ from peagle.engine.placement import fix_threads, load_target, resolve_device
 from peagle.engine.requests import Requests
 from peagle.errors import UserError
 from peagle.llm import LLM
+from peagle.models.fingerprint import identity_of
 from peagle.serving.logs import configure_logging
 from peagle.serving.memory_release import leave_to_itself, trim
 
@@ -61,6 +62,7 @@ class EngineSpec:
         gpu: the GPU as CUDA_VISIBLE_DEVICES names it, where there are several processes.
         compile_timeout_s, grammar_budget_s, hang_timeout_s, log_format: see `ServerConfig`.
         show_memory: whether the server logs the memory plans on a CPU too.
+        identify_target: whether the engine tells which target it has.
     """
 
     target: str
@@ -73,6 +75,7 @@ class EngineSpec:
     hang_timeout_s: float = 10.0
     log_format: Literal["text", "json"] = "text"
     show_memory: bool = False
+    identify_target: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class EngineInfo:
         num_speculative_tokens: K of each proposer, by name, 0 for plain decoding.
         defaults: sampling parameters that the model asks for, fields of SamplingParams.
         memory_plans: the memory plan of each proposer's engine, by name, as text.
+        target_identity: `tokenizer_sha256` and `lm_head_sha256` of the target, if asked for.
     """
 
     max_model_len: int
@@ -93,6 +97,7 @@ class EngineInfo:
     defaults: dict[str, Any]
     device: str
     memory_plans: dict[str, str]
+    target_identity: dict[str, str | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +377,7 @@ class EngineWorker(EngineLoop):
         self._llms = llms
         self._connection = connection
         self._heartbeat = heartbeat
+        self._spec = spec
         self._beat_every_s = min(_BEAT_EVERY_S, spec.hang_timeout_s / 4 or _BEAT_EVERY_S)
         self._worked_s = time.monotonic()
         for llm in llms.values():
@@ -390,6 +396,7 @@ class EngineWorker(EngineLoop):
             defaults=llm.target.generation_defaults(),
             device=str(llm.target.device),
             memory_plans={n: str(one.engine.memory_plan) for n, one in self._llms.items()},
+            target_identity=identity_of(llm.target) if self._spec.identify_target else None,
         )
 
     def serve(self) -> None:

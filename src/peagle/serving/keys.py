@@ -56,6 +56,11 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self.digests)
 
+    @property
+    def salts(self) -> dict[bytes, bytes]:
+        """Return the salt of each key, by the key's digest."""
+        return dict(zip(self.digests, self._salts))
+
     def __repr__(self) -> str:
         return f"ApiKeys(<{len(self)}>)"
 

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -105,6 +106,14 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
+@dataclass(slots=True)
+class RecordCounts:
+    """Answers that were recorded, and those that the queue or the disk had no room for."""
+
+    written: int = 0
+    dropped: int = 0
+
+
 class Metrics:
     """Counters, gauges and histograms of one server; several may live in one process.
 
@@ -113,10 +122,12 @@ class Metrics:
 
     Args:
         model_name: the label `model_name` of every sample.
+        records: counts of recorded answers, where a server records.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, records: RecordCounts | None = None) -> None:
         self._model_name = model_name
+        self._records = records
         self._engines: dict[int, _Engine] = {}
         self._waiting: dict[int, float] = {}
         self._failures: dict[Failure, int] = dict.fromkeys(get_args(Failure), 0)
@@ -296,6 +307,15 @@ class Metrics:
             for name, histogram in at.histograms.items():
                 histograms[name].add_metric(labels, histogram.buckets(), histogram.sum)
         yield from (build, *gauges.values(), beat, hangs, oldest)
+        if (records := self._records) is not None:
+            full = "Answers that were to be recorded, and found the queue or the disk full."
+            for name, text, count in (
+                ("recorded_answers", "Answers that were recorded.", records.written),
+                ("unrecorded_answers", full, records.dropped),
+            ):
+                answers = family(counter, name, text)
+                answers.add_metric([model], count)
+                yield answers
         yield from (
             *totals,
             per_pos[0],

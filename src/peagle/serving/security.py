@@ -31,7 +31,10 @@ _STATIC = "/static/"
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 _FIXED_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
-_EXPOSED_HEADER = (b"access-control-expose-headers", b"X-Request-ID, Retry-After, WWW-Authenticate")
+_EXPOSED_HEADER = (
+    b"access-control-expose-headers",
+    b"X-Request-ID, Retry-After, WWW-Authenticate, X-Peagle-Recorded",
+)
 _TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 _JSON = re.compile(
     rf'application/json((?:[ \t]*;[ \t]*{_TOKEN}=(?:{_TOKEN}|"[^"\\]*"))*)[ \t]*;?',

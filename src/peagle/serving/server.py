@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -34,6 +35,7 @@ from peagle.serving.hosts import bind_warning, default_allowed_hosts
 from peagle.serving.keys import ApiKeys, QuotaMiddleware, Quotas
 from peagle.serving.memory_release import return_memory
 from peagle.serving.metrics import Metrics
+from peagle.serving.recording import Recorder
 from peagle.serving.security import SecurityMiddleware
 from peagle.serving.service import Service
 from peagle.serving.tokenizer import Tokenizer
@@ -197,7 +199,9 @@ async def _serve(
     connections: Connections,
 ) -> int:
     started = time.monotonic()
-    metrics = Metrics(name)
+    recorder = Recorder.of(config, keys)
+    spec = replace(spec, identify_target=recorder is not None)
+    metrics = Metrics(name, recorder and recorder.counts)
     pool = EnginePool(
         specs_for(spec, config.data_parallel_size),
         metrics,
@@ -205,7 +209,7 @@ async def _serve(
         restart=config.on_engine_failure == "restart",
     )
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint is not None else None
-    service = Service(config, name, tuple(spec.proposers), pool, metrics, tracing)
+    service = Service(config, name, tuple(spec.proposers), pool, metrics, tracing, recorder)
     counter = _counted(service)
     uvicorn_config = uvicorn.Config(
         _guarded(counter, service, keys),
@@ -239,6 +243,8 @@ async def _serve(
                 for task in (loading, watching, returning):
                     task.cancel()
                 await pool.close()
+                if recorder is not None:
+                    await asyncio.to_thread(recorder.close, _FLUSH_S)
                 if tracing is not None:
                     tracing.shutdown()
 
@@ -266,7 +272,7 @@ def _guarded(app: ASGIApp, service: Service, keys: ApiKeys) -> ASGIApp:
 
 async def _load(service: Service, spec: EngineSpec, url: str, started: float) -> None:
     """Load the tokenizer beside the engines; log when the server is ready."""
-    service.tokenizer = await asyncio.to_thread(
+    tokenizer = await asyncio.to_thread(
         Tokenizer,
         spec.target,
         service.config.chat_template,
@@ -274,6 +280,9 @@ async def _load(service: Service, spec: EngineSpec, url: str, started: float) ->
     )
     await service.pool.became_ready.wait()
     info = service.pool.info
+    if service.recorder is not None and info is not None and info.target_identity is not None:
+        service.recorder.begin(service.name, info.target_identity)
+    service.tokenizer = tokenizer  # from here on requests are taken
     if info is not None:
         if spec.show_memory or info.device.startswith("cuda"):
             for name, plan in info.memory_plans.items():

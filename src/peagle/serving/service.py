@@ -33,6 +33,7 @@ from peagle.serving.protocol import (
     check_context,
     refuse_grammars,
 )
+from peagle.serving.recording import Recorder
 from peagle.serving.tokenizer import Tokenizer
 from peagle.serving.tool_parsers import detect_parser
 from peagle.serving.tracing import Tracing, span_attributes
@@ -47,6 +48,7 @@ class Service:
     Attributes:
         name: the clients' name for the model.
         proposers: names of the proposers; the first one is the default.
+        recorder: records answers; None records none.
         tokenizer: None while it loads.
         is_draining: the server takes no new requests.
         num_open: number of answers under way.
@@ -58,6 +60,7 @@ class Service:
     pool: EnginePool
     metrics: Metrics
     tracing: Tracing | None = None
+    recorder: Recorder | None = None
     tokenizer: Tokenizer | None = None
     is_draining: bool = False
     num_open: int = 0
@@ -234,6 +237,8 @@ class Caller:
         cache_salt: salt of the key and the request: only equal salts share cached KV.
         lease: the request's part of its key's budget.
         deadline: when the answer must have ended; None sets no limit.
+        key_salt: salt of the key alone.
+        is_recorded: the answer is to be recorded.
     """
 
     request_id: str
@@ -241,19 +246,36 @@ class Caller:
     cache_salt: bytes = b""
     lease: Lease = field(default_factory=Lease)
     deadline: Deadline | None = None
+    key_salt: bytes = b""
+    is_recorded: bool = False
 
     @classmethod
-    def of(cls, request: Request, body: GenerationFields, deadline: Deadline | None) -> Caller:
+    def of(
+        cls,
+        request: Request,
+        body: GenerationFields,
+        deadline: Deadline | None,
+        recorder: Recorder | None = None,
+    ) -> Caller:
         """Return the sender of a request; its own salt is combined with its key's salt."""
         state: dict[str, Any] = request.scope.get("state", {})
-        salt: bytes = state.get("cache_salt", b"")
+        key_salt: bytes = state.get("cache_salt", b"")
+        request_id: str = state.get("request_id", "")
+        # With max_tokens 0 the client gets its prompt alone.
+        is_recorded = (
+            recorder is not None
+            and getattr(body, "max_tokens", None) != 0
+            and recorder.wants(request_id, key_salt, body.store)
+        )
+        salt = key_salt
         if body.cache_salt:
             own = b""
             with suppress(UnicodeEncodeError):
                 own = body.cache_salt.encode()
             salt = hashlib.sha256(salt + b"\0" + own).digest()
         lease = state.get("lease", Lease())
-        return cls(state.get("request_id", ""), request.url.path, salt, lease, deadline)
+        path = request.url.path
+        return cls(request_id, path, salt, lease, deadline, key_salt, is_recorded)
 
 
 @dataclass(slots=True)
@@ -312,6 +334,11 @@ class Generation:
                         self._count(index, chunk, engine)
                     yield chunks
             failure, status = None, 200
+            caller, recorder = self.caller, self.service.recorder
+            if recorder is not None and caller.is_recorded:
+                recorder.add(
+                    caller.request_id, caller.key_salt, self.params.temperature, self.ordered
+                )
         except ApiError as error:
             failure, status = failure_of(error.status), error.status
             error.is_counted = True

@@ -1,0 +1,134 @@
+"""`peagle records`, and `peagle data prepare` on recorded traffic."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import secrets
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.data.dataset import ResponseDataset
+from peagle.data.recorded import RecordFolder, read_cipher, record_files
+from peagle.engine import SpeculationStats
+from peagle.engine.outputs import RequestOutput
+from peagle.models.fingerprint import identity_of
+from peagle.models.target_ends import TargetEnds
+from peagle.serving.recording import Recorder
+from tests.cli.conftest import Pair, Peagle
+from tests.conftest import VOCAB_SIZE, byte_tokenizer
+
+KEY = secrets.token_hex(32)  # of the form of a SHA-256, as openssl makes keys
+OTHER = "another key of a client"
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def record(folder: Path, target: dict[str, Any], cipher: Any = None) -> RecordFolder:
+    """Record two answers of KEY, one of OTHER and one without a key, as a server does."""
+    made = RecordFolder.create(folder)
+    recorder = Recorder(
+        made,
+        key_ids={name.encode(): made.key_id(digest(name)) for name in (KEY, OTHER)},
+        salts=None,
+        share=1.0,
+        max_bytes=2**30,
+        days=30.0,
+        cipher=cipher,
+    )
+    recorder.begin("m", target)
+    for number, name in enumerate((KEY, OTHER, KEY, "")):
+        ids = [10 + number] * 6
+        output = RequestOutput("", ids, [1, 2, number], "stop", SpeculationStats(), 0.1)
+        recorder.add(f"r-{number}", name.encode(), 0.0, [output])
+    recorder.close(20)
+    return made
+
+
+@pytest.fixture
+def identity(pair: Pair) -> dict[str, Any]:
+    return identity_of(TargetEnds.load(pair.target))
+
+
+def test_list(peagle: Peagle, tmp_path: Path, identity: dict[str, Any]) -> None:
+    made = record(tmp_path / "records", identity)
+    found = json.loads(peagle("records", "list", made.path, "--format", "json").out)
+    ids = {made.key_id(digest(name)): count for name, count in ((KEY, 2), (OTHER, 1))}
+    assert found["keys"] == {**ids, "": 1} and found["records"] == 4
+    assert sum(found["days"].values()) == 4 and found["refused"] == []
+    assert (found["files"], found["cut"]) == (1, 0)
+    shown = peagle("records", "list", made.path).out
+    assert all(id in shown for id in ids) and KEY not in shown
+    assert peagle("records", "list", tmp_path / "missing").status == 2
+
+
+@pytest.mark.parametrize("how", ["key", "digest", "id", "stdin"])
+def test_delete(
+    peagle: Peagle,
+    tmp_path: Path,
+    identity: dict[str, Any],
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = record(tmp_path / "records", identity)
+    id = made.key_id(digest(KEY))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{KEY}\n"))
+    word = {"key": KEY, "digest": digest(KEY).hex(), "id": id, "stdin": "-"}[how]
+    result = peagle("records", "delete", made.path, "--key", word, "--format", "json")
+    assert result.status == 0 and json.loads(result.out)["deleted"] == 2
+    found = json.loads(peagle("records", "list", made.path, "--format", "json").out)
+    assert found["records"] == 2 and id not in found["keys"] and id in found["refused"]
+    assert not any(id.encode() in file.read_bytes() for file in record_files(made.path))
+    assert "deleted 0 records" in peagle("records", "delete", made.path, "--key", KEY).out
+    assert peagle("records", "delete", made.path, "--key", " ").status == 2
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_prepare_reads_the_folder(
+    peagle: Peagle, pair: Pair, tmp_path: Path, identity: dict[str, Any], is_encrypted: bool
+) -> None:
+    key, train = tmp_path / "key", tmp_path / "train.safetensors"
+    key.write_bytes(b64encode(secrets.token_bytes(32)))
+    key.chmod(0o600)
+    cipher = read_cipher(key) if is_encrypted else None
+    made = record(tmp_path / "records", identity, cipher)
+    (file,) = record_files(made.path)
+    with file.open("ab") as lines:  # as a killed server may leave it
+        lines.write(file.read_bytes()[:100])
+    command = ["data", "prepare", made.path, "--target", pair.target, "-o", train]
+    command += ["--format", "json", *(["--record-key-file", key] if is_encrypted else [])]
+    result = peagle(*command)
+    assert result.status == 0, result.err
+    told = json.loads(result.out)
+    assert (told["records"], told["samples"], told["answers"]) == (5, 4, 4)
+    assert told["dropped"] == {"the line was cut off, since its server was killed": 1}
+    assert told["unknown_tokenizer"] == []
+    dataset = ResponseDataset.load(train, byte_tokenizer(), VOCAB_SIZE, 64)
+    assert dataset.tokens.tolist()[:9] == [1, 2, 0, *[10] * 6] and len(dataset) == 4
+    if is_encrypted:
+        result = peagle(*command[:-2], "--overwrite")
+        assert result.status == 2 and "name the key file" in result.err
+        assert "deleted 3 records" in peagle("records", "delete", made.path, "--key", KEY).out
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer_sha256", "was made with another tokenizer (ccc"),
+        ("lm_head_sha256", "was recorded from another target (lm_head ccc"),
+    ],
+)
+def test_prepare_refuses_records_of_another_target(
+    peagle: Peagle, pair: Pair, tmp_path: Path, identity: dict[str, Any], name: str, text: str
+) -> None:
+    made = record(tmp_path / "records", {**identity, name: "c" * 64})
+    train = tmp_path / "train.safetensors"
+    result = peagle("data", "prepare", made.path, "--target", pair.target, "-o", train)
+    assert result.status == 2 and text in result.err, result.err
+    assert not train.exists()
