@@ -48,6 +48,7 @@ class EndpointBackend:
         extra_body: further fields of every request, over those of its parameters.
         report: ask our server for the drafts of every step, which costs it a little time.
         timeout_s: limit of a request.
+        option: the option or argument that names the URL, for messages.
 
     `models` are the names that the server lists, `facts` its entry for the model. `notes` name each
     missing feature once. A server that `is_plain` is not expected to draft.
@@ -67,12 +68,13 @@ class EndpointBackend:
         extra_body: Mapping[str, Any] | None = None,
         report: bool = True,
         timeout_s: float = 600.0,
+        option: str = "--endpoint",
     ) -> None:
         self.name = url
         self.is_plain = False
         self.notes: list[str] = []
         key = key_from_environment(*KEY_VARIABLES) if api_key is None else api_key
-        self._api = ApiClient(url, key, timeout_s=timeout_s)
+        self._api = ApiClient(url, key, timeout_s=timeout_s, option=option)
         self._client = HttpClient(self._api.base, self._api.headers, timeout_s=timeout_s)
         self._report = report
         self._extra_body = dict(extra_body or {})
