@@ -190,9 +190,10 @@ def test_drafts_of_the_run_are_counted(certify: Any) -> None:
 # ---- statistics -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_false_alarms_of_lossless_servers_are_rare() -> None:
     """Two prompts, two tokens each, over many runs: at most 1% have a p-value below its limit."""
-    options, runs, alarms = ServedOptions(samples=300), 400, 0
+    options, runs, alarms = ServedOptions(), 1000, 0
     dice = np.random.default_rng(5)
     significance = options.alpha / (2 * options.sampled_prompts)
     for _ in range(runs):
@@ -204,8 +205,7 @@ def test_false_alarms_of_lossless_servers_are_rare() -> None:
             test = fit_tokens(top, [str(one) for one in tokens], "", significance)
             lowest = min(lowest, test.p_value / significance)
         alarms += lowest < 1
-    # 4 are expected at 1%; 9 or more come in 2% of such simulations.
-    assert alarms <= 8
+    assert alarms <= runs // 100
 
 
 def test_a_shift_is_found_as_often_as_stated() -> None:
