@@ -651,7 +651,8 @@ class ServedCase(ResultModel):
 
     Tokens are compared with the answer without drafts (or with a second answer), and each with the
     log-probabilities beside it. `num_asked_again` positions were asked again as a prompt of their
-    own. `faults` has a line for each answer and check.
+    own, and `num_scored_anew` tokens were scored as a part of a prompt. `faults` has a line for
+    each answer and check.
     """
 
     condition: str
@@ -659,6 +660,7 @@ class ServedCase(ResultModel):
     num_tokens: Count = 0
     num_cached_tokens: Count = 0  # prompt tokens from the server's cache, as far as it says
     num_asked_again: Count = 0
+    num_scored_anew: Count = 0
     num_near_ties: Count = 0
     faults: list[str] = []
 

@@ -32,6 +32,7 @@ def test_our_server_passes(server: LiveServer, k: int | None) -> None:
     greedy = [one for one in found.conditions if "stop string" not in one.condition]
     assert len(greedy) == 16
     assert all(one.num_asked_again == 2 for one in greedy), "every position is asked by its ids"
+    assert all(one.num_scored_anew == one.num_tokens for one in greedy)
     again = [one.num_cached_tokens for one in greedy if "long" in one.condition][1::2]
     assert min(again) > 0, "the second time the prefix cache is warm"
     assert len(found.distribution) == 4

@@ -32,6 +32,8 @@ class ScoredToken:
 def scored_tokens(choice: Mapping[str, Any]) -> list[ScoredToken]:
     """Return the scored tokens of a choice of a whole answer; none where it has none.
 
+    The first token of an echoed prompt has no log-probability; it gets 0.
+
     Raises:
         ValueError: the log-probabilities have another form.
     """
@@ -43,9 +45,10 @@ def scored_tokens(choice: Mapping[str, Any]) -> list[ScoredToken]:
             return [_of_chat(one) for one in content]
         tokens = given["tokens"] or []
         tops = given.get("top_logprobs") or [{}] * len(tokens)
+        values = [0.0 if one is None else float(one) for one in given["token_logprobs"]]
         return [
-            ScoredToken(token, float(logprob), {**(top or {}), token: float(logprob)})
-            for token, logprob, top in zip(tokens, given["token_logprobs"], tops, strict=True)
+            ScoredToken(token, logprob, {**(top or {}), token: logprob})
+            for token, logprob, top in zip(tokens, values, tops, strict=True)
         ]
     except (KeyError, TypeError, AttributeError, ValueError):
         raise ValueError(f"log-probabilities of another form: {str(given)[:80]}") from None

@@ -6,7 +6,9 @@ again (the prefix cache), alone and beside other requests. Each is compared
 - with the answer without drafts, where the server or a second one gives it, else with one more
   answer of the same server, up to their first difference;
 - with the log-probabilities beside its own tokens: each is the likeliest of its position;
-- at some positions with the answer of one token to the prefix as a prompt: no draft is in it.
+- at some positions with the answer of one token to the prefix as a prompt: no draft is in it;
+- with the log-probabilities of the whole answer as a part of a prompt, where the server gives them:
+  it then reads no prefix cache.
 
 A difference is a near-tie if each of the two tokens lies within the tolerance of the likeliest one
 in the log-probabilities after their common prefix, else a fault.
@@ -268,6 +270,7 @@ class _Findings:
 
     num_near_ties: int = 0
     num_asked_again: int = 0
+    num_scored_anew: int = 0
     faults: list[str] = field(default_factory=list)
 
     def add(self, is_near_tie: bool, fault: str) -> None:
@@ -288,12 +291,14 @@ def _compare(
         _check_difference(subject, found, answer, other)
         _check_own(subject, found, answer)
         _ask_again(subject, found, answer)
+        _score_anew(subject, found, answer)
     return ServedCase(
         condition=condition,
         num_answers=len(answers),
         num_tokens=sum(len(one.tokens) for one in answers),
         num_cached_tokens=sum(one.usage.num_cached_tokens for one in answers),
         num_asked_again=found.num_asked_again,
+        num_scored_anew=found.num_scored_anew,
         num_near_ties=found.num_near_ties,
         faults=found.faults,
     )
@@ -335,8 +340,9 @@ def _check_difference(
                 f"{_ending(other)}"
             )
         return
-    asked = subject.reference.next_token(other, at, k=subject.reference_k)
-    scored = [*(asked.tokens[:1] if asked else ()), *other.tokens[at:], *answer.tokens[at:]]
+    asking = subject.reference.next_token
+    asked = asking(other, at, echo=True) or asking(other, at, k=subject.reference_k)
+    scored = [*(asked.tokens[-1:] if asked else ()), *other.tokens[at:], *answer.tokens[at:]]
     top = scored[0].top
     found.add(
         is_near_tie(top, pair, subject.options.tolerance),
@@ -378,6 +384,23 @@ def _ask_again(subject: ServedSubject, found: _Findings, answer: ServedAnswer) -
                 f"{answer.prompt.id}: token {at}, {token!r}, ends an answer, but "
                 f"{count - 1 - at} tokens follow it"
             )
+
+
+def _score_anew(subject: ServedSubject, found: _Findings, answer: ServedAnswer) -> None:
+    """Compare each token with the likeliest one of its position in the answer as a prompt."""
+    count = len(answer.tokens)
+    scored = subject.reference.next_token(answer, count - 1, echo=True) if count else None
+    if scored is None:
+        return
+    found.num_scored_anew += count
+    for at, (one, anew) in enumerate(zip(answer.tokens, scored.tokens[-count:], strict=True)):
+        if deficit(anew.top, one.token) >= subject.options.tolerance:
+            best = max(anew.top, key=lambda name: anew.top[name])
+            found.faults.append(
+                f"{answer.prompt.id}: token {at} is {_shown(one.token, anew.top)}; computed anew "
+                f"with its whole prompt it is {_shown(best, anew.top)}"
+            )
+            return
 
 
 def _stopped_case(
@@ -529,7 +552,8 @@ def served_text(certificate: ServedCertificate) -> str:
     for case in certificate.conditions:
         parts[-1].append(
             f"  {case.condition:<{width}} {case.num_answers} answers, {case.num_tokens} tokens, "
-            f"{case.num_cached_tokens} of the prompts cached, {case.num_asked_again} asked again: "
+            f"{case.num_cached_tokens} of the prompts cached, {case.num_asked_again} asked again, "
+            f"{case.num_scored_anew} scored anew: "
             f"{len(case.faults)} faults, {case.num_near_ties} near-ties"
         )
     if tests := certificate.distribution:

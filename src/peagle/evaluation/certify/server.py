@@ -7,7 +7,7 @@ Elsewhere it is text, and counts only if the server reads as many tokens as it s
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peagle.client.answers import ForeignAnswer, Usage, error_message, read_whole
@@ -69,6 +69,8 @@ class ScoringServer:
     Attributes:
         routes: "completions" and "chat", as far as the server has them with log-probabilities.
         num_top: number of likeliest tokens that it gives at a position, 20 or 5.
+        has_echo: /v1/completions gives the log-probabilities of a prompt too. A prompt is then
+            computed as a whole, without the prefix cache (ours and vLLM).
         notes: a line for each thing that the server lacks.
 
     Raises:
@@ -94,6 +96,12 @@ class ScoringServer:
             )
         self._fields = self._accepted_fields(found[0])
         self.num_top, self.routes = self._find_logprobs(found)
+        self.has_echo = "completions" in self.routes and self._find_echo(found[0])
+        if not self.has_echo:
+            self.notes.append(
+                f"{self.name} echoes no prompt with log-probabilities: no answer is scored anew "
+                "without the prefix cache"
+            )
         if "completions" not in self.routes:
             self.notes.append(
                 f"{self.name} has no completions with log-probabilities: no position is asked again"
@@ -128,6 +136,15 @@ class ScoringServer:
             f"the {_TOPS[-1]} likeliest tokens of each position, which a certificate compares. "
             "Serve it with them (vLLM: --max-logprobs), or name another --endpoint."
         )
+
+    def _find_echo(self, prompt: ServedPrompt) -> bool:
+        fields = {**_logprob_fields(prompt, self.num_top), "echo": True}
+        reply = self._probe(replace(prompt, content="Hi there, again"), **fields)
+        if reply.status != 200:
+            return False
+        answer = self._read(prompt, reply)
+        count = answer.usage.num_prompt_tokens
+        return len(answer.tokens) == count + 1 > 2 and len(answer.tokens[1].top) > 1
 
     # ---- questions --------------------------------------------------------------------------
 
@@ -195,17 +212,22 @@ class ScoringServer:
         *,
         temperature: float = 0.0,
         k: int | None = None,
+        echo: bool = False,
     ) -> ServedAnswer | None:
         """Return the answer of one token to the prefix of an answer, which no draft can change.
 
-        None means that the server cannot be asked, or read the prefix as other tokens.
+        With `echo` the tokens of the prefix stand before it, with their log-probabilities. None
+        means that the server cannot be asked, or read the prefix as other tokens.
         """
         prefix = self.prefix(answer, length)
-        if prefix is None:
+        if prefix is None or (echo and not self.has_echo):
             return None
-        (found,) = self.ask([prefix], {"max_tokens": 1, "temperature": temperature}, k=k)
+        fields = {"max_tokens": 1, "temperature": temperature, **({"echo": True} if echo else {})}
+        (found,) = self.ask([prefix], fields, k=k)
         expected = answer.usage.num_prompt_tokens + length
-        return found if found.tokens and found.usage.num_prompt_tokens == expected else None
+        if found.usage.num_prompt_tokens != expected:
+            return None
+        return found if len(found.tokens) == (expected + 1 if echo else 1) else None
 
     def _ids_of(self, prompt: ServedPrompt) -> list[int] | None:
         """Return the token ids of a prompt; None where the server does not tell them."""
