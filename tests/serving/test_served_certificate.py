@@ -19,22 +19,28 @@ TEXTS = [("sum", "def total(values):\n"), ("read", "import json\n\ndef read(path
 @pytest.mark.parametrize("k", [None, 0], ids=["drafts", "no drafts"])
 def test_our_server_passes(server: LiveServer, k: int | None) -> None:
     options = ServedOptions(
-        prompts=2, max_new_tokens=16, samples=150, concurrency=2, tolerance=1e-3
+        prompts=2,
+        max_new_tokens=8,
+        samples=100,
+        sampled_prompts=1,
+        concurrency=2,
+        tolerance=1e-3,
     )
     scoring = ScoringServer(EndpointBackend(server.url))
     assert scoring.routes == ["completions", "chat"] and scoring.num_top == 20
     saved: list[Any] = []
     subject = ServedSubject(scoring, scoring, 0, options, k, save=saved.append)
-    longer = [(id, f"# {id}\n" + 12 * text) for id, text in TEXTS]
+    longer = [(id, f"# {id}\n" + 6 * text) for id, text in TEXTS]
     found = certify_server(subject, {"short": TEXTS, "long": longer}, {"target": "bundled"})
     assert found.error == "" and found.faults == []
     assert saved[-1] == found and len(saved) > 8
+    assert not any(one.passed for one in saved[:-1]), "a part is no certificate"
     greedy = [one for one in found.conditions if "stop string" not in one.condition]
     assert len(greedy) == 16
     assert all(one.num_asked_again == 2 for one in greedy), "every position is asked by its ids"
     assert all(one.num_scored_anew == one.num_tokens for one in greedy)
     again = [one.num_cached_tokens for one in greedy if "long" in one.condition][1::2]
     assert min(again) > 0, "the second time the prefix cache is warm"
-    assert len(found.distribution) == 4
+    assert len(found.distribution) == 2
     if k is None:
-        assert (found.num_accepted_tokens or 0) > 50
+        assert (found.num_accepted_tokens or 0) > 20

@@ -36,6 +36,8 @@ _MIN_SECOND = 50  # answers that share a first token, in a test of the second on
 _LEAST_REST = 1e-6  # log-probabilities are rounded: the other tokens keep this mass
 _SAME_MODEL = 4  # times the tolerance, and at least 1: a gap that rounding never makes
 
+_UNFINISHED = "The run did not end."
+
 Prompts = Sequence[ServedPrompt]
 
 
@@ -110,16 +112,19 @@ def certify_server(
 
     try:
         if subject.reference is not server:
+            if server.has_ids != subject.reference.has_ids:
+                server.use_texts()
+                subject.reference.use_texts()
             require_same_model(subject, prompts["short"])
         for route in server.routes:
             for kind, texts in prompts.items():
                 if served := _served_prompts(subject, route, kind, texts):
                     for cases in _greedy_conditions(subject, kind, served):
                         conditions += cases
-                        subject.save(certificate())
+                        subject.save(certificate(_UNFINISHED))
         for test in _sampled_tests(subject, prompts["short"]):
             distribution.append(test)
-            subject.save(certificate())
+            subject.save(certificate(_UNFINISHED))
         drafts = _count_drafts(subject, before)
         if "completions" in server.routes and not any(one.num_asked_again for one in conditions):
             subject.notes.append(
@@ -480,10 +485,15 @@ def _sampled_tests(
         mode = Counter(firsts).most_common(1)[0][0]
         begun = [one for one in drawn if one.names[:1] == [mode]]
         seconds = [one.names[1] for one in begun if len(one.tokens) > 1]
-        if len(seconds) < max(len(begun), _MIN_SECOND):
+        if len(seconds) < len(begun):
             subject.notes.append(
-                f"{prompt.id}: token 2 is not tested, {len(seconds)} of {len(begun)} answers with "
-                "the most frequent token 1 have one"
+                f"{prompt.id}: the most frequent token 1 ends answers; token 2 is not tested"
+            )
+            continue
+        if len(seconds) < _MIN_SECOND:
+            subject.notes.append(
+                f"{prompt.id}: {len(seconds)} answers share a token 1, and the test of token 2 "
+                f"needs {_MIN_SECOND}; raise --samples"
             )
             continue
         after = server.next_token(begun[0], 1, temperature=1.0, k=subject.reference_k)

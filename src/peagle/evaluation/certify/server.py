@@ -19,8 +19,9 @@ from peagle.evaluation.http_client import Reply
 ROUTES = {"completions": COMPLETIONS, "chat": CHAT}
 # Fields that change nothing where a server samples by the model alone, but for the names of tokens.
 # A server that refuses one does not get it.
+_NAMES_BY_ID = "return_tokens_as_token_ids"
 _NEUTRAL_FIELDS = {
-    "return_tokens_as_token_ids": True,
+    _NAMES_BY_ID: True,
     "top_k": 0,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
@@ -68,6 +69,7 @@ class ScoringServer:
 
     Attributes:
         routes: "completions" and "chat", as far as the server has them with log-probabilities.
+        has_ids: it names tokens by their ids.
         num_top: number of likeliest tokens that it gives at a position, 20 or 5.
         has_echo: /v1/completions gives the log-probabilities of a prompt too. A prompt is then
             computed as a whole, without the prefix cache (ours and vLLM).
@@ -82,6 +84,7 @@ class ScoringServer:
         self.name = backend.name
         self.notes: list[str] = []
         self._template = dict(template or {})
+        self.has_ids = False
         self._fields: dict[str, Any] = {}
         self._prompt_ids: dict[str, list[int] | None] = {}
         hi = {"completions": "Hi", "chat": [{"role": "user", "content": "Hi"}]}
@@ -125,10 +128,10 @@ class ScoringServer:
             for prompt in prompts:
                 reply = self._probe(prompt, **_logprob_fields(prompt, num_top))
                 said = said or _words(reply)
-                if reply.status == 200 and any(
-                    len(one.top) > 1 for one in self._read(prompt, reply).tokens
-                ):
+                tokens = self._read(prompt, reply).tokens if reply.status == 200 else ()
+                if any(len(one.top) > 1 for one in tokens):
                     routes.append(prompt.route)
+                    self.has_ids = tokens[0].token_id is not None
             if routes:
                 return num_top, routes
         raise UserError(
@@ -145,6 +148,11 @@ class ScoringServer:
         answer = self._read(prompt, reply)
         count = answer.usage.num_prompt_tokens
         return len(answer.tokens) == count + 1 > 2 and len(answer.tokens[1].top) > 1
+
+    def use_texts(self) -> None:
+        """Name tokens by their texts from now on."""
+        self._fields = {n: v for n, v in self._fields.items() if n != _NAMES_BY_ID}
+        self.has_ids = False
 
     # ---- questions --------------------------------------------------------------------------
 
