@@ -74,7 +74,11 @@ def certify(llm: LLM, *, has_switch: bool, samples: int = 0) -> ServedCertificat
     with endpoint(Script(models=models, answers=answer)) as url:
         server = ScoringServer(EndpointBackend(url))
         options = ServedOptions(
-            max_new_tokens=12, samples=samples, concurrency=1, tolerance=1e-3, long_characters=600
+            max_new_tokens=10,
+            samples=samples,
+            sampled_prompts=1,
+            concurrency=1,
+            tolerance=1e-3,
         )
         subject = ServedSubject(server, server, 0 if has_switch else None, options)
         kinds = {

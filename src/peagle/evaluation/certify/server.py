@@ -131,7 +131,7 @@ class ScoringServer:
                 tokens = self._read(prompt, reply).tokens if reply.status == 200 else ()
                 if any(len(one.top) > 1 for one in tokens):
                     routes.append(prompt.route)
-                    self.has_ids = tokens[0].token_id is not None
+                    self.has_ids = all(one.token_id is not None for one in tokens)
             if routes:
                 return num_top, routes
         raise UserError(
