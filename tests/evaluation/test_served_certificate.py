@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from peagle.client.logprobs import scored_tokens
-from peagle.evaluation import endpoint as endpoint_module
 from peagle.evaluation.certify.options import ServedOptions
-from peagle.evaluation.certify.served import fit_tokens, is_near_tie, long_prompts
+from peagle.evaluation.certify.served import fit_tokens, is_near_tie
 from peagle.results import ServedCertificate, read_document
 from tests.cli.conftest import Peagle, peagle  # noqa: F401 - a fixture
 from tests.evaluation.fake_endpoint import endpoint, metrics
@@ -55,7 +54,7 @@ def certify(peagle: Peagle, prompts: Path, tmp_path: Path) -> Any:  # noqa: F811
 @pytest.mark.parametrize(
     "server",
     [
-        ToyServer(is_ours=True, has_ids=True),
+        ToyServer(is_ours=True, has_ids=True, has_echo=True),
         ToyServer(has_ids=True, has_chat=True),
         ToyServer(tops=5),
     ],
@@ -72,6 +71,8 @@ def test_a_lossless_server_passes(certify: Any, server: ToyServer) -> None:
     )
     again = [one.num_asked_again for one in found.conditions if "stop string" not in one.condition]
     assert min(again) > 0
+    anew = sum(one.num_scored_anew for one in found.conditions)
+    assert (anew > 0) == server.has_echo
     assert len(found.distribution) == 4
     assert found.settings["num_top"] == server.tops
     expected = "without drafts" if server.is_ours else "second answers"
@@ -93,16 +94,30 @@ def test_a_second_server_is_the_reference(certify: Any, has_ids: bool) -> None:
 
 @pytest.mark.parametrize("switch", ["switch", "reference", "neither"])
 @pytest.mark.parametrize(
-    ("fault", "condition"), [("accepts", "alone, first"), ("past stop", ""), ("cache", "")]
+    ("fault", "message"),
+    [
+        ("accepts", "but its own log-probabilities have"),
+        ("past stop", "with the stop string"),
+        ("cache", "expected"),
+    ],
 )
-def test_faults_are_found(certify: Any, fault: str, condition: str, switch: str) -> None:
+def test_faults_are_found(certify: Any, fault: str, message: str, switch: str) -> None:
     server = ToyServer(is_ours=switch == "switch", has_ids=True, fault=fault)
     with endpoint(ToyServer(has_ids=True).script()) as url:
         more = ("--reference-endpoint", url) if switch == "reference" else ()
         status, found, text = certify(server, "--samples", 0, *more)
     assert status == 1, text
     assert not found.passed and "FAILED" in text
-    assert any(condition in fault for fault in found.faults)
+    assert any(message in fault for fault in found.faults)
+
+
+@pytest.mark.parametrize("has_echo", [True, False])
+def test_a_cache_that_is_wrong_from_the_first_request_on(certify: Any, has_echo: bool) -> None:
+    """All answers of the server agree; only a prompt that is computed as a whole tells."""
+    server = ToyServer(is_ours=True, has_ids=True, has_echo=has_echo, fault="cache from the first")
+    status, found, _ = certify(server, "--samples", 0)
+    assert status == has_echo
+    assert any("computed anew with its whole prompt" in one for one in found.faults) == has_echo
 
 
 def test_drafts_that_nobody_compares_change_the_distribution(certify: Any) -> None:
@@ -164,13 +179,6 @@ def test_a_rate_that_stays_limited_is_named(certify: Any) -> None:
     assert "Lower --concurrency" in text
 
 
-def test_pauses_grow_where_no_time_is_named() -> None:
-    pause, reply = endpoint_module._pause, endpoint_module.Reply
-    dated = reply(headers={"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"})
-    assert [pause(dated, tries) for tries in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-    assert pause(reply(headers={"retry-after": "2.5"}), 5) == 2.5
-
-
 def test_a_server_that_dies_leaves_what_was_found(certify: Any) -> None:
     status, found, text = certify(ToyServer(has_ids=True, dies_after=60))
     assert status == 2
@@ -209,19 +217,6 @@ def test_false_alarms_of_lossless_servers_are_rare() -> None:
     assert alarms <= runs // 100
 
 
-def test_a_shift_is_found_as_often_as_stated() -> None:
-    dice = np.random.default_rng(6)
-    masses = np.array([0.5, 0.3, 0.15, 0.05])
-    top = {str(i): log(mass) for i, mass in enumerate(masses)}
-    stated = fit_tokens(top, ["0"] * 500 + ["1"] * 500, "", 0.00125).detectable_shift
-    shifted = masses + np.array([-stated, stated, 0, 0])
-    found = 0
-    for _ in range(100):
-        tokens = [str(one) for one in dice.choice(4, size=1000, p=shifted)]
-        found += not fit_tokens(top, tokens, "", 0.00125).passed
-    assert 80 <= found <= 99
-
-
 def test_near_ties() -> None:
     top = {"a": -1.0, "b": -1.1, "c": -3.0}
     assert is_near_tie(top, ["a", "b"], 0.2)
@@ -247,9 +242,3 @@ def test_log_probabilities_of_both_routes() -> None:
     assert scored_tokens({"logprobs": None}) == []
     with pytest.raises(ValueError, match="another form"):
         scored_tokens({"logprobs": {"tokens": ["a"], "token_logprobs": []}})
-
-
-def test_long_prompts_share_no_beginning() -> None:
-    found = long_prompts(TEXTS, 900)
-    assert {len(one) for one in found} == {900}
-    assert len({one[:16] for one in found}) == len(TEXTS)

@@ -48,9 +48,11 @@ class ToyServer:
         is_ours: takes K of a request, as `peagle serve` does.
         has_ids: names tokens by their ids, and has /tokenize.
         has_chat: converses.
+        has_echo: gives the log-probabilities of prompts too.
         tops: most log-probabilities of a position; 0 gives none.
         fault: "accepts" takes each second draft unseen, "past stop" ends only with a step, "cache"
-            reads the first block of a prompt asked before from another prompt.
+            reads the first block of a prompt asked before from another prompt, "cache from the
+            first" that of every prompt.
         num_limited: requests that get status 429 first, with `retry_after`.
         dies_after: requests that are answered.
     """
@@ -59,6 +61,7 @@ class ToyServer:
     is_ours: bool = False
     has_ids: bool = False
     has_chat: bool = False
+    has_echo: bool = False
     tops: int = 20
     fault: str = ""
     num_limited: int = 0
@@ -101,7 +104,11 @@ class ToyServer:
     ) -> dict[str, Any]:
         drafts = (body.get("speculation") or {}).get("num_speculative_tokens") != 0
         context = prompt
-        if self.fault == "cache" and prompt[:_BLOCK] in self.seen:
+        is_echo = body.get("echo", False) and self.has_echo
+        is_wrong = self.fault == "cache from the first" or (
+            self.fault == "cache" and prompt[:_BLOCK] in self.seen
+        )
+        if is_wrong and not is_echo:
             context = encode("anything")[:_BLOCK] + prompt[_BLOCK:]
         self.seen.add(prompt[:_BLOCK])
         output: tuple[int, ...] = ()
@@ -115,12 +122,13 @@ class ToyServer:
             if (END in output or any(stop in text for stop in stops)) and is_step:
                 reason = "stop"
                 break
-        text = "".join((LETTERS + "")[one] for one in output if one != END)
+        text = "".join(LETTERS[one] for one in output if one != END)
         if self.fault != "past stop" or not drafts:
             text = min((text[: text.find(s)] for s in stops if s in text), key=len, default=text)
-        listed = self._listed(
-            context, output, num_top, bool(body.get("return_tokens_as_token_ids"))
-        )
+        as_ids = bool(body.get("return_tokens_as_token_ids"))
+        # An echoed prompt is computed as a whole, without the cache.
+        scored = ((), prompt + output) if is_echo else (context, output)
+        listed = self._listed(*scored, num_top, as_ids)
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
         choice |= {"message": {"content": text}} if is_chat else {"text": text}
         if self.tops:

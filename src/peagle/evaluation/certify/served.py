@@ -106,8 +106,8 @@ def certify_server(
             notes=[*server.notes, *subject.notes],
             error=error,
             seconds=time.perf_counter() - started,
-            num_draft_tokens=None if drafts is None else drafts.num_draft_tokens,
-            num_accepted_tokens=None if drafts is None else drafts.num_accepted_tokens,
+            num_draft_tokens=drafts and max(0, drafts.num_draft_tokens),
+            num_accepted_tokens=drafts and max(0, drafts.num_accepted_tokens),
         )
 
     try:
@@ -214,10 +214,7 @@ def _count_drafts(subject: ServedSubject, before: Counters | None) -> DraftCount
         subject.notes.append("the server counts no drafts: whether it drafted is not known")
         return None
     drafts = after.drafts.since(before.drafts)
-    if drafts.num_draft_tokens < 0:
-        subject.notes.append("the server was restarted during this run: its counters began anew")
-        return None
-    if not drafts.num_draft_tokens:
+    if drafts.num_draft_tokens <= 0:
         subject.notes.append("the server drafted nothing during this run: no draft was tested")
     return drafts
 
@@ -485,22 +482,17 @@ def _sampled_tests(
         mode = Counter(firsts).most_common(1)[0][0]
         begun = [one for one in drawn if one.names[:1] == [mode]]
         seconds = [one.names[1] for one in begun if len(one.tokens) > 1]
-        if len(seconds) < len(begun):
+        if len(seconds) < max(len(begun), _MIN_SECOND):
             subject.notes.append(
-                f"{prompt.id}: the most frequent token 1 ends answers; token 2 is not tested"
-            )
-            continue
-        if len(seconds) < _MIN_SECOND:
-            subject.notes.append(
-                f"{prompt.id}: {len(seconds)} answers share a token 1, and the test of token 2 "
-                f"needs {_MIN_SECOND}; raise --samples"
+                f"{prompt.id}: {len(begun)} answers share a token 1, of which {len(seconds)} go "
+                f"on; the test of token 2 needs {_MIN_SECOND} and no end. Raise --samples"
             )
             continue
         after = server.next_token(begun[0], 1, temperature=1.0, k=subject.reference_k)
-        # Without a prefix, the answers' own log-probabilities have to do.
-        top = after.tokens[0].top if after else _own_top(subject, prompt, begun[0])
-        if top is not None:
-            yield fit_tokens(top, seconds, f"{prompt.id}, token 2", significance)
+        if after is None:
+            subject.notes.append(f"{prompt.id}: no prefix can be asked; token 2 is not tested")
+        else:
+            yield fit_tokens(after.tokens[0].top, seconds, f"{prompt.id}, token 2", significance)
 
 
 def fit_tokens(
@@ -531,18 +523,6 @@ def _context(server: ScoringServer, answer: ServedAnswer) -> ServedPrompt:
     if not place or server.next_token(answer, place) is None:
         return answer.prompt
     return server.prefix(answer, place) or answer.prompt
-
-
-def _own_top(
-    subject: ServedSubject, prompt: ServedPrompt, begun: ServedAnswer
-) -> Mapping[str, float] | None:
-    """Return the likeliest second tokens that an answer with the same first token tells itself."""
-    fields = {"max_tokens": 3, "temperature": 1.0}
-    for seed in range(20):
-        (again,) = subject.server.ask([prompt], {**fields, "seed": seed}, k=subject.k)
-        if again.names[:1] == begun.names[:1] and len(again.tokens) > 1:
-            return again.tokens[1].top
-    return None
 
 
 # ---- text -----------------------------------------------------------------------------------
