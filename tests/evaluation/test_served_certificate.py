@@ -232,9 +232,7 @@ def test_log_probabilities_of_both_routes() -> None:
         "token_logprobs": [-0.5, -2],
         "top_logprobs": [{"token_id:7": -0.5, "x": -1}, {"a": -0.2}],
     }
-    chat = [
-        {"token": "b", "logprob": -2, "top_logprobs": [{"token": "a", "logprob": -0.2}]},
-    ]
+    chat = [{"token": "b", "logprob": -2, "top_logprobs": [{"token": "a", "logprob": -0.2}]}]
     first, second = scored_tokens({"logprobs": completion})
     assert (first.token_id, second.token_id) == (7, None)
     assert second.top == {"a": -0.2, "b": -2.0}

@@ -43,15 +43,11 @@ Prompts = Sequence[ServedPrompt]
 
 @dataclass(slots=True)
 class ServedSubject:
-    """A server under test, and what its answers are compared with.
+    """A server under test, and the answers that its own are compared with.
 
-    Attributes:
-        server: the server with drafts.
-        reference: a server without drafts; the same server where K = 0 or one more answer is used.
-        reference_k: K of the answers to compare with: 0 turns drafts off, None leaves them.
-        k: K of the answers under test; None leaves the server's own.
-        watch: gets a line before each part.
-        save: gets the certificate so far after each part.
+    `reference` is a second server, or the same one, asked with `reference_k`: 0 turns drafts off.
+    `k` is that of the answers under test; None leaves a server's own K. `watch` gets a line before
+    each part, `save` the certificate so far after it.
     """
 
     server: ScoringServer
@@ -78,13 +74,8 @@ def certify_server(
 ) -> ServedCertificate:
     """Test that the drafts of a server change nothing.
 
-    Args:
-        subject: the server, the reference and the options.
-        prompts: (id, text) of prompts by their kind, "short" and "long".
-        provenance: provenance of the certificate.
-
-    Returns:
-        the certificate; where the server fails on the way it has an `error` and what was found.
+    `prompts` are (id, text) by their kind, "short" and "long". Where the server fails on the way,
+    the certificate has an `error` and what was found.
     """
     started, server, options = time.perf_counter(), subject.server, subject.options
     conditions: list[ServedCase] = []
@@ -126,11 +117,8 @@ def certify_server(
             distribution.append(test)
             subject.save(certificate(_UNFINISHED))
         drafts = _count_drafts(subject, before)
-        if "completions" in server.routes and not any(one.num_asked_again for one in conditions):
-            subject.notes.append(
-                f"{server.name} names no token ids, and reads the prompts with their answers as "
-                "other tokens: no position was asked again"
-            )
+        if not any(one.num_asked_again for one in conditions):
+            subject.notes.append("no position could be asked again as a prompt of its own")
     except UserError as error:
         found = certificate(str(error))
         subject.save(found)
@@ -189,21 +177,19 @@ def require_same_model(subject: ServedSubject, texts: Sequence[tuple[str, str]])
     prompts = _served_prompts(subject, route, "short", texts[:3])
     bound = max(1.0, _SAME_MODEL * subject.options.tolerance)
     answers = [one.ask(prompts, {"max_tokens": 1}) for one in (server, other)]
-    worst = []
+    found = []
     for mine, theirs in zip(*answers, strict=True):
         tops = [one.tokens[0].top if one.tokens else {} for one in (mine, theirs)]
         first = max(tops[0], key=lambda name: tops[0][name], default="")
         gap = abs(tops[0].get(first, 0.0) - tops[1].get(first, -99.0))
-        worst.append((gap, first, tops))
-    gap, first, tops = min(worst, key=lambda one: one[0])
+        found.append((gap, f"{_shown(first, tops[0])} and {_shown(first, tops[1])}"))
+    gap, shown = min(found)
     if gap > bound:
-        theirs = tops[1].get(first)
-        said = "is not among its likeliest" if theirs is None else f"has {theirs:.3g} there"
         raise UserError(
             f"--reference-endpoint {other.name} serves another model: after {prompts[0].id} the "
-            f"token {first!r} has a log-probability of {tops[0].get(first, 0.0):.3g} at "
-            f"{server.name} and {said}; expected a difference below {bound:g}. Name a server of "
-            f"the same model {server.backend.model!r}."
+            f"likeliest token at {server.name} and its log-probabilities at both are {shown}; "
+            f"expected a difference below {bound:g}. Name a server of the same model "
+            f"{server.backend.model!r}."
         )
 
 
@@ -246,10 +232,7 @@ def _greedy_conditions(
 
 
 def _answers(subject: ServedSubject, prompts: Prompts, others: Prompts) -> list[ServedAnswer]:
-    """Return the greedy answers to prompts: one after the other, or beside others that are drawn.
-
-    Under load `concurrency` + 1 requests are in flight at a time, and as many are sent at least.
-    """
+    """Return the greedy answers to prompts: one after the other, or with others in flight."""
     options = subject.options
     greedy = {"max_tokens": options.max_new_tokens}
     if not others:
@@ -513,9 +496,8 @@ def fit_tokens(
 def _context(server: ScoringServer, answer: ServedAnswer) -> ServedPrompt:
     """Return the prompt with the part of its answer after which drafts are uncertain.
 
-    p_j is the probability of token j of the greedy answer. The context ends before the token with
-    the greatest p_j^2 (1 - p_j) p_j+1 (1 - p_j+1): the most frequent first token is the greedy
-    one, and neither it nor the next one is sure.
+    It ends before the token with the greatest p_j^2 (1 - p_j) p_j+1 (1 - p_j+1), p_j the
+    probability of token j of the greedy answer.
     """
     p = [exp(one.logprob) for one in answer.tokens]
     scores = [a * a * (1 - a) * b * (1 - b) for a, b in itertools.pairwise(p)]
@@ -558,20 +540,14 @@ def served_text(certificate: ServedCertificate) -> str:
             f"{test.num_cells} cells; finds a shift of {test.detectable_shift:.1%} in 9 of 10 runs"
             for test in tests
         ]
-    if certificate.num_draft_tokens is not None:
-        parts.append(
-            [
-                f"Drafts of the server meanwhile: {certificate.num_accepted_tokens} of "
-                f"{certificate.num_draft_tokens} accepted"
-            ]
-        )
+    if (drafted := certificate.num_draft_tokens) is not None:
+        accepted = certificate.num_accepted_tokens
+        parts.append([f"Drafts of the server meanwhile: {accepted} of {drafted} accepted"])
     if certificate.notes:
         parts.append([f"note: {text}" for text in certificate.notes])
     verdict = "PASSED: drafts change nothing that was tested here."
     if certificate.faults:
         verdict = "FAILED:\n" + "\n".join(f"  {fault}" for fault in certificate.faults)
-    elif certificate.error:
-        verdict = "NOT COMPLETE: no fault so far."
     return "\n\n".join(["\n".join(lines) for lines in parts]) + (
         f"\n\n{verdict} ({certificate.seconds:.0f} s)"
     )

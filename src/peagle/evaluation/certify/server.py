@@ -101,14 +101,7 @@ class ScoringServer:
         self.num_top, self.routes = self._find_logprobs(found)
         self.has_echo = "completions" in self.routes and self._find_echo(found[0])
         if not self.has_echo:
-            self.notes.append(
-                f"{self.name} echoes no prompt with log-probabilities: no answer is scored anew "
-                "without the prefix cache"
-            )
-        if "completions" not in self.routes:
-            self.notes.append(
-                f"{self.name} has no completions with log-probabilities: no position is asked again"
-            )
+            self.notes.append("the server echoes no prompt: no answer is scored anew as a prompt")
 
     def _probe(self, prompt: ServedPrompt, **fields: Any) -> Reply:
         body = self._body(prompt, {"max_tokens": 1, **fields})
@@ -167,12 +160,8 @@ class ScoringServer:
     ) -> list[ServedAnswer]:
         """Return the answers to prompts of one route.
 
-        Args:
-            prompts: prompts of one route.
-            fields: fields of every request, or of each.
-            concurrency: requests in flight at a time.
-            num_top: likeliest tokens of each position; None takes all that the server gives.
-            k: draft tokens of a step, for our server; None leaves the server's own.
+        `fields` are those of every request, or of each. `num_top` None takes all the likeliest
+        tokens that the server gives, `k` None its own K.
 
         Raises:
             UserError: as `EndpointBackend.ask`, or the server does not answer a request.
@@ -242,14 +231,15 @@ class ScoringServer:
         if isinstance(prompt.content, list) and all(isinstance(i, int) for i in prompt.content):
             return [i for i in prompt.content if isinstance(i, int)]
         if prompt.id not in self._prompt_ids:
-            is_chat = prompt.route == "chat"
             body = {"model": self.backend.model, "prompt": prompt.content}
-            if is_chat:
+            if prompt.route == "chat":
                 body = {"model": self.backend.model, "messages": prompt.content, **self._template}
             (reply,) = self.backend.ask("/tokenize", [body])
-            event = _json_object(reply) if reply.status == 200 else {}
-            ids = event.get("tokens")
-            self._prompt_ids[prompt.id] = ids if isinstance(ids, list) else None
+            try:
+                ids = json.loads(reply.body)["tokens"] if reply.status == 200 else None
+            except (ValueError, TypeError, KeyError):
+                ids = None
+            self._prompt_ids[prompt.id] = ids
         return self._prompt_ids[prompt.id]
 
     def _body(self, prompt: ServedPrompt, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,7 +258,7 @@ class ScoringServer:
         if reply.status != 200:
             raise UserError(
                 f"{self.name} did not answer {prompt.id} ({_words(reply)}); expected status 200. "
-                "Correct the server, or choose other prompts with --set."
+                "Choose other prompts with --set."
             )
         try:
             event = read_whole(reply.body)
@@ -297,14 +287,6 @@ def _logprob_fields(prompt: ServedPrompt, num_top: int) -> dict[str, Any]:
     if prompt.route == "chat":
         return {"logprobs": True, "top_logprobs": num_top}
     return {"logprobs": num_top}
-
-
-def _json_object(reply: Reply) -> dict[str, Any]:
-    try:
-        value = json.loads(reply.body)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {}
 
 
 def _words(reply: Reply) -> str:
