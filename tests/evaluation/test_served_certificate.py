@@ -128,13 +128,6 @@ def test_drafts_that_nobody_compares_change_the_distribution(certify: Any) -> No
     assert all(one.passed for one in firsts), "the first token is never a draft"
 
 
-def test_tokens_past_an_end_are_named(certify: Any) -> None:
-    _, found, _ = certify(ToyServer(is_ours=True, has_ids=True, fault="past stop"), "--samples", 0)
-    stopped = [one for one in found.conditions if "stop string" in one.condition]
-    assert any("with the stop string" in fault for one in stopped for fault in one.faults)
-    assert any("expected the end" in fault for fault in found.faults)
-
-
 # ---- refusals -------------------------------------------------------------------------------
 
 

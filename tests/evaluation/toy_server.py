@@ -43,18 +43,9 @@ def draft(tokens: tuple[int, ...]) -> int:
 class ToyServer:
     """Answers of the server; `Script.answers` takes `answer`.
 
-    Attributes:
-        model: another name is another language.
-        is_ours: takes K of a request, as `peagle serve` does.
-        has_ids: names tokens by their ids, and has /tokenize.
-        has_chat: converses.
-        has_echo: gives the log-probabilities of prompts too.
-        tops: most log-probabilities of a position; 0 gives none.
-        fault: "accepts" takes each second draft unseen, "past stop" ends only with a step, "cache"
-            reads the first block of a prompt asked before from another prompt, "cache from the
-            first" that of every prompt.
-        num_limited: requests that get status 429 first, with `retry_after`.
-        dies_after: requests that are answered.
+    Another `model` is another language. `fault`: "accepts" takes each second draft unseen, "past
+    stop" ends only with a step, "cache" reads the first block of a prompt asked before from another
+    prompt, "cache from the first" that of every prompt.
     """
 
     model: str = "m"

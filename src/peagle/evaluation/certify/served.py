@@ -24,6 +24,7 @@ from math import exp
 from typing import Any
 
 from peagle.client.counters import Counters, DraftCounts
+from peagle.client.logprobs import ScoredToken
 from peagle.errors import UserError
 from peagle.evaluation.certify.distribution import Tokens, fit
 from peagle.evaluation.certify.options import ServedOptions
@@ -264,6 +265,15 @@ class _Findings:
         else:
             self.faults.append(fault)
 
+    def case(self, condition: str, answers: Sequence[ServedAnswer]) -> ServedCase:
+        return ServedCase(
+            condition=condition,
+            num_answers=len(answers),
+            num_tokens=sum(len(one.tokens) for one in answers),
+            num_cached_tokens=sum(one.usage.num_cached_tokens for one in answers),
+            **asdict(self),
+        )
+
 
 def _compare(
     subject: ServedSubject,
@@ -274,19 +284,16 @@ def _compare(
     found = _Findings()
     for answer, other in zip(answers, expected, strict=True):
         _check_difference(subject, found, answer, other)
-        _check_own(subject, found, answer)
+        own = "but its own log-probabilities have"
+        _check_likeliest(subject, found, answer, answer.tokens, own)
         _ask_again(subject, found, answer)
-        _score_anew(subject, found, answer)
-    return ServedCase(
-        condition=condition,
-        num_answers=len(answers),
-        num_tokens=sum(len(one.tokens) for one in answers),
-        num_cached_tokens=sum(one.usage.num_cached_tokens for one in answers),
-        num_asked_again=found.num_asked_again,
-        num_scored_anew=found.num_scored_anew,
-        num_near_ties=found.num_near_ties,
-        faults=found.faults,
-    )
+        count = len(answer.tokens)
+        anew = subject.reference.next_token(answer, count - 1, echo=True) if count else None
+        if anew is not None:
+            found.num_scored_anew += count
+            words = "computed anew with its whole prompt it is"
+            _check_likeliest(subject, found, answer, anew.tokens[-count:], words)
+    return found.case(condition, answers)
 
 
 def deficit(top: Mapping[str, float], token: str) -> float:
@@ -336,14 +343,21 @@ def _check_difference(
     )
 
 
-def _check_own(subject: ServedSubject, found: _Findings, answer: ServedAnswer) -> None:
+def _check_likeliest(
+    subject: ServedSubject,
+    found: _Findings,
+    answer: ServedAnswer,
+    scored: Sequence[ScoredToken],
+    words: str,
+) -> None:
     """Compare each token with the likeliest one of its position; the first fault is named."""
-    for at, one in enumerate(answer.tokens):
-        if deficit(one.top, one.token) >= subject.options.tolerance:
-            best = max(one.top, key=lambda name: one.top[name])
+    for at, (one, other) in enumerate(zip(answer.tokens, scored, strict=True)):
+        top = other.top
+        if deficit(top, one.token) >= subject.options.tolerance:
+            best = max(top, key=lambda name: top[name])
             found.faults.append(
-                f"{answer.prompt.id}: token {at} is {_shown(one.token, one.top)}, but its own "
-                f"log-probabilities have {_shown(best, one.top)}"
+                f"{answer.prompt.id}: token {at} is {_shown(one.token, top)}; {words} "
+                f"{_shown(best, top)}"
             )
             return
 
@@ -371,28 +385,11 @@ def _ask_again(subject: ServedSubject, found: _Findings, answer: ServedAnswer) -
             )
 
 
-def _score_anew(subject: ServedSubject, found: _Findings, answer: ServedAnswer) -> None:
-    """Compare each token with the likeliest one of its position in the answer as a prompt."""
-    count = len(answer.tokens)
-    scored = subject.reference.next_token(answer, count - 1, echo=True) if count else None
-    if scored is None:
-        return
-    found.num_scored_anew += count
-    for at, (one, anew) in enumerate(zip(answer.tokens, scored.tokens[-count:], strict=True)):
-        if deficit(anew.top, one.token) >= subject.options.tolerance:
-            best = max(anew.top, key=lambda name: anew.top[name])
-            found.faults.append(
-                f"{answer.prompt.id}: token {at} is {_shown(one.token, anew.top)}; computed anew "
-                f"with its whole prompt it is {_shown(best, anew.top)}"
-            )
-            return
-
-
 def _stopped_case(
     subject: ServedSubject, condition: str, answers: Sequence[ServedAnswer]
 ) -> ServedCase:
     """Ask again with some characters of each answer as its stop string."""
-    found, count, num_tokens = _Findings(), 0, 0
+    found, every = _Findings(), []
     for answer in answers:
         middle = len(answer.text) // 2
         stop = answer.text[middle : middle + _STOP_CHARACTERS]
@@ -400,7 +397,7 @@ def _stopped_case(
             continue
         fields = {"max_tokens": subject.options.max_new_tokens, "stop": [stop]}
         (stopped,) = subject.server.ask([answer.prompt], fields, k=subject.k)
-        count, num_tokens = count + 1, num_tokens + len(stopped.tokens)
+        every.append(stopped)
         expected = answer.text[: answer.text.index(stop)]
         if (stopped.text, stopped.finish_reason) == (expected, "stop"):
             continue
@@ -412,13 +409,7 @@ def _stopped_case(
                 f"{answer.prompt.id}: with the stop string {stop!r} it gives {_ending(stopped)}, "
                 f"expected {expected[-20:]!r} and the finish reason 'stop'"
             )
-    return ServedCase(
-        condition=condition,
-        num_answers=count,
-        num_tokens=num_tokens,
-        num_near_ties=found.num_near_ties,
-        faults=found.faults,
-    )
+    return found.case(condition, every)
 
 
 def _ending(answer: ServedAnswer) -> str:
