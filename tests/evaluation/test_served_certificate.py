@@ -15,7 +15,7 @@ from peagle.evaluation.certify.options import ServedOptions
 from peagle.evaluation.certify.served import fit_tokens, is_near_tie
 from peagle.results import ServedCertificate, read_document
 from tests.cli.conftest import Peagle, peagle  # noqa: F401 - a fixture
-from tests.evaluation.fake_endpoint import endpoint, metrics
+from tests.evaluation.fake_endpoint import endpoint
 from tests.evaluation.toy_server import ToyServer
 
 NAMES = ("sum", "mean", "largest", "length")
@@ -34,9 +34,9 @@ def prompts(tmp_path: Path) -> Path:
 def certify(peagle: Peagle, prompts: Path, tmp_path: Path) -> Any:  # noqa: F811
     """certify(server, options...) -> (status, certificate, standard error)."""
 
-    def call(server: ToyServer, *options: object, script: Any = None) -> tuple[int, Any, str]:
+    def call(server: ToyServer, *options: object) -> tuple[int, Any, str]:
         output = tmp_path / "out"
-        with endpoint(script or server.script()) as url:
+        with endpoint(server.script()) as url:
             result = peagle(
                 *("eval", "--certify", "--endpoint", url, "--set", prompts, *SMALL),
                 *("--output", output, *options),
@@ -55,17 +55,17 @@ def certify(peagle: Peagle, prompts: Path, tmp_path: Path) -> Any:  # noqa: F811
     "server",
     [
         ToyServer(is_ours=True, has_ids=True, has_echo=True),
-        ToyServer(has_ids=True, has_chat=True),
+        ToyServer(has_ids=True),
         ToyServer(tops=5),
     ],
-    ids=["switch", "ids and chat", "text"],
+    ids=["switch", "ids", "text"],
 )
 def test_a_lossless_server_passes(certify: Any, server: ToyServer) -> None:
     status, found, text = certify(server)
     assert status == 0, text
     assert found.passed and found.error == "" and "PASSED" in text
     names = [one.condition for one in found.conditions]
-    assert len(names) == len(set(names)) == 10 * (1 + server.has_chat)
+    assert len(names) == len(set(names)) == 10
     assert all(
         one.num_answers == 2 for one in found.conditions if "stop string" not in one.condition
     )
@@ -178,15 +178,6 @@ def test_a_server_that_dies_leaves_what_was_found(certify: Any) -> None:
     assert "went away after" in text and "certificate.json" in text
     assert found.conditions and found.error and not found.passed
     assert not found.faults
-
-
-def test_drafts_of_the_run_are_counted(certify: Any) -> None:
-    server = ToyServer(has_ids=True)
-    script = server.script()
-    script.metrics = metrics(0)
-    status, found, text = certify(server, "--samples", 0, script=script)
-    assert status == 0
-    assert found.num_draft_tokens == 0 and "no draft was tested" in text
 
 
 # ---- statistics -----------------------------------------------------------------------------

@@ -51,7 +51,6 @@ class ToyServer:
     model: str = "m"
     is_ours: bool = False
     has_ids: bool = False
-    has_chat: bool = False
     has_echo: bool = False
     tops: int = 20
     fault: str = ""
@@ -65,7 +64,6 @@ class ToyServer:
         facts: dict[str, Any] = {"id": "m"}
         if self.is_ours:
             drafts = [{"name": "peagle", "num_speculative_tokens": _STEP - 1}]
-            facts |= {"chat": self.has_chat}
             facts |= {"speculation": {"default": "peagle", "proposers": drafts}}
         return Script(models=[facts], answers=self.answer)
 
@@ -76,22 +74,20 @@ class ToyServer:
         if self.dies_after is not None and self.num_answers >= self.dies_after:
             raise Dead
         self.num_answers += 1
-        is_chat = "messages" in body
         unknown = {"return_tokens_as_token_ids", "top_k", "min_p", "speculation"} & set(body)
-        if (unknown and not self.has_ids and not self.is_ours) or (is_chat and not self.has_chat):
+        if (unknown and not self.has_ids and not self.is_ours) or "chat" in path:
             return 400, {"error": {"message": f"not here: {sorted(unknown)}"}}, {}
-        asked = body["messages"][-1]["content"] if is_chat else body["prompt"]
+        asked = body["prompt"]
         prompt = tuple(asked) if isinstance(asked, list) else encode(asked)
-        prompt = encode("user: ") * is_chat + prompt
         if path == "/tokenize":
             return (200, {"tokens": prompt}, {}) if self.has_ids else (404, {}, {})
-        num_top = body.get("top_logprobs" if is_chat else "logprobs") or 0
+        num_top = body.get("logprobs") or 0
         if num_top > self.tops > 0:
             return 400, {"error": {"message": f"at most {self.tops} log-probabilities"}}, {}
-        return 200, self.complete(prompt, body, is_chat, num_top if self.tops else 0), {}
+        return 200, self.complete(prompt, body, num_top if self.tops else 0), {}
 
     def complete(
-        self, prompt: tuple[int, ...], body: dict[str, Any], is_chat: bool, num_top: int
+        self, prompt: tuple[int, ...], body: dict[str, Any], num_top: int
     ) -> dict[str, Any]:
         drafts = (body.get("speculation") or {}).get("num_speculative_tokens") != 0
         context = prompt
@@ -120,10 +116,9 @@ class ToyServer:
         # An echoed prompt is computed as a whole, without the cache.
         scored = ((), prompt + output) if is_echo else (context, output)
         listed = self._listed(*scored, num_top, as_ids)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
-        choice |= {"message": {"content": text}} if is_chat else {"text": text}
+        choice: dict[str, Any] = {"text": text, "finish_reason": reason}
         if self.tops:
-            choice["logprobs"] = _of_chat(listed) if is_chat else _of_completion(listed)
+            choice["logprobs"] = _of_completion(listed)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(output)}
         return {"choices": [choice], "usage": usage}
 
@@ -160,16 +155,3 @@ class ToyServer:
 def _of_completion(listed: list[tuple[str, float, dict[str, float]]]) -> dict[str, Any]:
     names, values, tops = zip(*listed, strict=True) if listed else ((), (), ())
     return {"tokens": names, "token_logprobs": values, "top_logprobs": tops}
-
-
-def _of_chat(listed: list[tuple[str, float, dict[str, float]]]) -> dict[str, Any]:
-    return {
-        "content": [
-            {
-                "token": name,
-                "logprob": value,
-                "top_logprobs": [{"token": n, "logprob": v} for n, v in tops.items()],
-            }
-            for name, value, tops in listed
-        ]
-    }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from peagle.evaluation.certify.options import ServedOptions
@@ -28,13 +26,10 @@ def test_our_server_passes(server: LiveServer, k: int | None) -> None:
     )
     scoring = ScoringServer(EndpointBackend(server.url))
     assert scoring.routes == ["completions", "chat"] and scoring.num_top == 20
-    saved: list[Any] = []
-    subject = ServedSubject(scoring, scoring, 0, options, k, save=saved.append)
+    subject = ServedSubject(scoring, scoring, 0, options, k)
     longer = [(id, f"# {id}\n" + 6 * text) for id, text in TEXTS]
     found = certify_server(subject, {"short": TEXTS, "long": longer}, {"target": "bundled"})
     assert found.error == "" and found.faults == []
-    assert saved[-1] == found and len(saved) > 8
-    assert not any(one.passed for one in saved[:-1]), "a part is no certificate"
     greedy = [one for one in found.conditions if "stop string" not in one.condition]
     assert len(greedy) == 16
     assert all(one.num_asked_again == 2 for one in greedy), "every position is asked by its ids"

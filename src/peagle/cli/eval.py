@@ -68,8 +68,7 @@ A head in vLLM, which is started for it; the words after -- are flags of vLLM's 
 A certificate that the output is that of the target alone; status 1 if it is not:
   peagle eval --certify
 
-The same of a server; of another's, a second server of the model without drafts helps:
-  peagle eval --certify --endpoint http://127.0.0.1:8000 --output out
+The same of a server, with a second one of the model without drafts:
   peagle eval --certify --endpoint http://one:8000 --reference-endpoint http://two:8000
 """
 

@@ -299,8 +299,7 @@ def _compare(
 def deficit(top: Mapping[str, float], token: str) -> float:
     """Return the log-probability of the likeliest token less that of `token`.
 
-    A token outside `top` is at most as likely as the last one there: the result is then a lower
-    bound.
+    Of a token outside `top` it is a lower bound, by the last one there.
     """
     return max(top.values()) - top.get(token, min(top.values()))
 
@@ -308,8 +307,8 @@ def deficit(top: Mapping[str, float], token: str) -> float:
 def is_near_tie(top: Mapping[str, float], tokens: Sequence[str | None], tolerance: float) -> bool:
     """Return whether rounding explains that answers go on with different tokens.
 
-    Each lies within the tolerance of the likeliest. None is an end whose token the server does not
-    list: the runner-up stands for it.
+    Each lies within the tolerance of the likeliest. None is an end that the server does not list:
+    the runner-up stands for it.
     """
     ranked = sorted(top.values(), reverse=True)
     runner_up = ranked[0] - ranked[1] if len(ranked) > 1 else float("inf")
@@ -320,7 +319,7 @@ def is_near_tie(top: Mapping[str, float], tokens: Sequence[str | None], toleranc
 def _check_difference(
     subject: ServedSubject, found: _Findings, answer: ServedAnswer, other: ServedAnswer
 ) -> None:
-    """Compare an answer with the one without drafts up to the first difference."""
+    """Compare an answer with the expected one up to the first difference."""
     mine, theirs = answer.names, other.names
     shared = min(len(mine), len(theirs))
     at = next((i for i in range(shared) if mine[i] != theirs[i]), shared)
