@@ -647,12 +647,10 @@ class CertificateResults(Document):
 
 
 class ServedCase(ResultModel):
-    """Greedy answers of a server under one condition, and what they were compared with.
+    """Greedy answers of a server under one condition.
 
-    Tokens are compared with the answer without drafts (or with a second answer), and each with the
-    log-probabilities beside it. `num_asked_again` positions were asked again as a prompt of their
-    own, and `num_scored_anew` tokens were scored as a part of a prompt. `faults` has a line for
-    each answer and check.
+    `num_asked_again` positions were asked again with all before them as the prompt, and
+    `num_scored_anew` tokens were scored as a part of a prompt.
     """
 
     condition: str
@@ -666,10 +664,7 @@ class ServedCase(ResultModel):
 
 
 class ServedCertificate(Document):
-    """certificate.json of a server; `error` says why it is not complete, "" if it is.
-
-    Drafts are those that the server counted during the run; None where it counts none.
-    """
+    """certificate.json of a server; `error` says why it is not complete, "" if it is."""
 
     conditions: list[ServedCase] = []
     distribution: list[SampledTest] = []

@@ -129,8 +129,7 @@ class EvalOptions:
     )
     tolerance: float | None = typer.Option(
         None,
-        help="With --certify --endpoint: gap of log-probabilities below which two tokens are a "
-        "near-tie.",
+        help="With --certify --endpoint: gap of log-probabilities of a near-tie.",
         show_default="0.25, of bfloat16",
     )
     output: groups.Results = None
@@ -358,17 +357,14 @@ def _served_options(
     given: Given, asked: EvalOptions, temperatures: Sequence[float]
 ) -> ServedOptions:
     """Return the options of the certificate of a server."""
-    for name in ("top_k", "top_p"):
-        if (value := given.value(f"sampling.{name}")) is not None:
+    changed = {name: given.value(f"sampling.{name}") for name in ("top_k", "top_p")}
+    changed["temperature"] = next((one for one in temperatures if one not in (0, 1)), None)
+    for name, value in changed.items():
+        if value is not None:
             raise UserError(
                 f"--{name.replace('_', '-')} is {value}; a server's log-probabilities are those of "
-                "the whole distribution. Leave it out."
+                "its whole distribution at temperature 1. Leave it out."
             )
-    if other := [one for one in temperatures if one not in (0, 1)]:
-        raise UserError(
-            f"--temperature is {other[0]:g}; a server's log-probabilities are those at temperature "
-            "1, which its samples are drawn at. Leave it out."
-        )
     options = {
         "prompts": asked.limit,
         "prompt_set": _one_set(asked),
@@ -592,12 +588,7 @@ def _certify(given: Given, plan: AcceptancePlan, certificate: Options) -> bool:
 
 
 def _certify_server(plan: AcceptancePlan, certificate: ServedOptions) -> bool:
-    """Print the certificate of a server, and return whether it passed.
-
-    Raises:
-        UserError: the server, or the second one, is of no use, or fails on the way; then what was
-            found is in the output folder.
-    """
+    """Print the certificate of a server, and return whether it passed."""
     from peagle.evaluation.certify.served import (
         ServedSubject,
         certify_server,

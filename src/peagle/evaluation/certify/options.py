@@ -68,8 +68,8 @@ class ServedOptions:
         _require_least(self, prompts=1, max_new_tokens=4, samples=0, concurrency=1, seed=0)
         if not 0 < self.tolerance < math.inf:
             raise UserError(
-                f"--tolerance is {self.tolerance:g}; expected a gap of log-probabilities above 0, "
-                "like 0.25 for a model in bfloat16 or 0.001 for one in float32."
+                f"--tolerance is {self.tolerance:g}; expected a gap above 0, like 0.25 for a model "
+                "in bfloat16 or 0.001 for one in float32."
             )
 
 

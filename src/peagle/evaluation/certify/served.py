@@ -1,17 +1,8 @@
 """The losslessness certificate of a server with OpenAI's API: its greedy and sampled answers.
 
-Greedy answers come under every condition: short and long prompts, asked for the first time and
-again (the prefix cache), alone and beside other requests. Each is compared
-
-- with the answer without drafts, where the server or a second one gives it, else with one more
-  answer of the same server, up to their first difference;
-- with the log-probabilities beside its own tokens: each is the likeliest of its position;
-- at some positions with the answer of one token to the prefix as a prompt: no draft is in it;
-- with the log-probabilities of the whole answer as a part of a prompt, where the server gives them:
-  it then reads no prefix cache.
-
-A difference is a near-tie if each of the two tokens lies within the tolerance of the likeliest one
-in the log-probabilities after their common prefix, else a fault.
+Greedy answers under every condition are compared with the answer without drafts (or one more
+answer), with the log-probabilities beside their own tokens, with the answer of one token to the
+prefix of some positions, and with the log-probabilities of the whole answer as a prompt.
 """
 
 import itertools
@@ -130,7 +121,7 @@ def certify_server(
 
 
 def long_prompts(texts: Sequence[str], characters: int) -> list[str]:
-    """Return a long prompt for each text: a line of its own, that text, and others behind it."""
+    """Return a long prompt for each text, each with a beginning of its own."""
     found = []
     for i in range(len(texts)):
         parts, size = [f"{i + 1}: a long prompt"], 0
@@ -163,11 +154,7 @@ def _served_prompts(
 
 
 def require_same_model(subject: ServedSubject, texts: Sequence[tuple[str, str]]) -> None:
-    """Compare what both servers say of the first token after some prompts.
-
-    Raises:
-        UserError: after every prompt a log-probability differs by more than rounding can.
-    """
+    """Refuse a reference whose first tokens are all less or more likely than rounding explains."""
     server, other = subject.server, subject.reference
     route = next((one for one in server.routes if one in other.routes), None)
     if route is None:

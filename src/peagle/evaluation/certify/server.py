@@ -61,18 +61,14 @@ class ServedAnswer:
 
 
 class ScoringServer:
-    """A server whose answers have log-probabilities.
-
-    Args:
-        backend: connection to the server.
-        template: further fields of chat completions and of their tokenization.
+    """A server whose answers have log-probabilities; `template` has more fields of chats.
 
     Attributes:
         routes: "completions" and "chat", as far as the server has them with log-probabilities.
         has_ids: it names tokens by their ids.
         num_top: number of likeliest tokens that it gives at a position, 20 or 5.
-        has_echo: /v1/completions gives the log-probabilities of a prompt too. A prompt is then
-            computed as a whole, without the prefix cache (ours and vLLM).
+        has_echo: it gives the log-probabilities of a prompt too, which it then computes as a whole,
+            without the prefix cache (ours and vLLM).
         notes: a line for each thing that the server lacks.
 
     Raises:
@@ -178,14 +174,11 @@ class ScoringServer:
         return [self._read(*pair) for pair in zip(prompts, replies, strict=True)]
 
     def takes(self, prompt: ServedPrompt, max_tokens: int) -> bool:
-        """Return whether the server takes a prompt; status 400 says that it is too long."""
+        """Return whether the server takes a prompt, which may be too long."""
         return self._probe(prompt, max_tokens=max_tokens).status == 200
 
     def prefix(self, answer: ServedAnswer, length: int) -> ServedPrompt | None:
-        """Return a prompt with the first `length` tokens of its answer behind it.
-
-        None means that the server cannot be asked for it.
-        """
+        """Return a prompt with the first tokens of its answer; None if it cannot be asked for."""
         prompt, tokens = answer.prompt, answer.tokens[:length]
         if "completions" not in self.routes:
             return None
@@ -227,7 +220,7 @@ class ScoringServer:
         return found if len(found.tokens) == (expected + 1 if echo else 1) else None
 
     def _ids_of(self, prompt: ServedPrompt) -> list[int] | None:
-        """Return the token ids of a prompt; None where the server does not tell them."""
+        """Return the token ids of a prompt, if the server tells them."""
         if isinstance(prompt.content, list) and all(isinstance(i, int) for i in prompt.content):
             return [i for i in prompt.content if isinstance(i, int)]
         if prompt.id not in self._prompt_ids:
