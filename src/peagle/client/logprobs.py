@@ -12,10 +12,9 @@ class ScoredToken:
     """An output token with its log-probability.
 
     Attributes:
-        token: the server's name of the token: its text, or "token_id:5" where ids were asked for.
-        logprob: its natural logarithm of the probability.
-        top: log-probabilities of the most likely tokens of this position, by name; the token itself
-            is among them.
+        token: the server's name of the token: its text, or "token_id:5".
+        logprob: natural logarithm of its probability.
+        top: the same of the most likely tokens of this position and of the token itself, by name.
     """
 
     token: str

@@ -292,8 +292,7 @@ class EndpointBackend:
                     raise UserError(
                         f"{self.name} limits the rate (429: {error_message(reply.body)}) and asks "
                         f"for a wait of {pause:g} s after {waited:g} s; expected at most "
-                        f"{_MAX_WAIT_S:g} s in all. Lower --concurrency, or raise the limit of "
-                        "the key."
+                        f"{_MAX_WAIT_S:g} s in all. Lower --concurrency, or raise the key's limit."
                     )
                 await asyncio.sleep(pause)
                 waited, tries = waited + pause, tries + 1

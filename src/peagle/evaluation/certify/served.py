@@ -95,9 +95,6 @@ def certify_server(
 
     try:
         if subject.reference is not server:
-            if server.has_ids != subject.reference.has_ids:
-                server.use_texts()
-                subject.reference.use_texts()
             require_same_model(subject, prompts["short"])
         for route in server.routes:
             for kind, texts in prompts.items():
@@ -124,11 +121,8 @@ def long_prompts(texts: Sequence[str], characters: int) -> list[str]:
     """Return a long prompt for each text, each with a beginning of its own."""
     found = []
     for i in range(len(texts)):
-        parts, size = [f"{i + 1}: a long prompt"], 0
-        while size < characters:
-            parts.append(texts[(i + len(parts) - 1) % len(texts)])
-            size += len(parts[-1]) + 2
-        found.append("\n\n".join(parts)[:characters])
+        text = "\n\n".join([f"{i + 1}: a long prompt", *texts[i:], *texts[:i]])
+        found.append((text * (1 + characters // len(text)))[:characters])
     return found
 
 
@@ -159,8 +153,8 @@ def require_same_model(subject: ServedSubject, texts: Sequence[tuple[str, str]])
     route = next((one for one in server.routes if one in other.routes), None)
     if route is None:
         raise UserError(
-            f"{other.name} has {' and '.join(other.routes)} and {server.name} "
-            f"{' and '.join(server.routes)}; expected a common route. Correct --reference-endpoint."
+            f"{other.name} has no {server.routes[0]}; expected the routes of {server.name}. Correct "
+            "--reference-endpoint."
         )
     prompts = _served_prompts(subject, route, "short", texts[:3])
     bound = max(1.0, _SAME_MODEL * subject.options.tolerance)
@@ -176,8 +170,8 @@ def require_same_model(subject: ServedSubject, texts: Sequence[tuple[str, str]])
         raise UserError(
             f"--reference-endpoint {other.name} serves another model: after {prompts[0].id} the "
             f"likeliest token at {server.name} and its log-probabilities at both are {shown}; "
-            f"expected a difference below {bound:g}. Name a server of the same model "
-            f"{server.backend.model!r}."
+            f"expected a difference below {bound:g}. Name a server of {server.backend.model!r} "
+            "that names tokens alike."
         )
 
 

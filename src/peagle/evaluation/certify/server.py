@@ -19,9 +19,8 @@ from peagle.evaluation.http_client import Reply
 ROUTES = {"completions": COMPLETIONS, "chat": CHAT}
 # Fields that change nothing where a server samples by the model alone, but for the names of tokens.
 # A server that refuses one does not get it.
-_NAMES_BY_ID = "return_tokens_as_token_ids"
 _NEUTRAL_FIELDS = {
-    _NAMES_BY_ID: True,
+    "return_tokens_as_token_ids": True,
     "top_k": 0,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
@@ -65,7 +64,6 @@ class ScoringServer:
 
     Attributes:
         routes: "completions" and "chat", as far as the server has them with log-probabilities.
-        has_ids: it names tokens by their ids.
         num_top: number of likeliest tokens that it gives at a position, 20 or 5.
         has_echo: it gives the log-probabilities of a prompt too, which it then computes as a whole,
             without the prefix cache (ours and vLLM).
@@ -80,7 +78,6 @@ class ScoringServer:
         self.name = backend.name
         self.notes: list[str] = []
         self._template = dict(template or {})
-        self.has_ids = False
         self._fields: dict[str, Any] = {}
         self._prompt_ids: dict[str, list[int] | None] = {}
         hi = {"completions": "Hi", "chat": [{"role": "user", "content": "Hi"}]}
@@ -120,7 +117,6 @@ class ScoringServer:
                 tokens = self._read(prompt, reply).tokens if reply.status == 200 else ()
                 if any(len(one.top) > 1 for one in tokens):
                     routes.append(prompt.route)
-                    self.has_ids = all(one.token_id is not None for one in tokens)
             if routes:
                 return num_top, routes
         raise UserError(
@@ -137,11 +133,6 @@ class ScoringServer:
         answer = self._read(prompt, reply)
         count = answer.usage.num_prompt_tokens
         return len(answer.tokens) == count + 1 > 2 and len(answer.tokens[1].top) > 1
-
-    def use_texts(self) -> None:
-        """Name tokens by their texts from now on."""
-        self._fields = {n: v for n, v in self._fields.items() if n != _NAMES_BY_ID}
-        self.has_ids = False
 
     # ---- questions --------------------------------------------------------------------------
 
@@ -204,10 +195,9 @@ class ScoringServer:
         k: int | None = None,
         echo: bool = False,
     ) -> ServedAnswer | None:
-        """Return the answer of one token to the prefix of an answer, which no draft can change.
+        """Return the answer of one token to a prefix, behind the prefix itself with `echo`.
 
-        With `echo` the tokens of the prefix stand before it, with their log-probabilities. None
-        means that the server cannot be asked, or read the prefix as other tokens.
+        None means that the server cannot be asked, or read the prefix as other tokens.
         """
         prefix = self.prefix(answer, length)
         if prefix is None or (echo and not self.has_echo):
