@@ -153,8 +153,8 @@ def require_same_model(subject: ServedSubject, texts: Sequence[tuple[str, str]])
     route = next((one for one in server.routes if one in other.routes), None)
     if route is None:
         raise UserError(
-            f"{other.name} has no {server.routes[0]}; expected the routes of {server.name}. Correct "
-            "--reference-endpoint."
+            f"{other.name} has no {server.routes[0]}; expected the routes of {server.name}. "
+            "Correct --reference-endpoint."
         )
     prompts = _served_prompts(subject, route, "short", texts[:3])
     bound = max(1.0, _SAME_MODEL * subject.options.tolerance)
