@@ -30,6 +30,7 @@ FORMAT_VERSION = 1
 # Fewer optimizer steps than this have not made a good head of a real model yet.
 FEW_STEPS = 1000
 ACCEPTANCE, THROUGHPUT, TUNE = "acceptance.json", "throughput.json", "tune.json"
+CERTIFICATE = "certificate.json"
 
 Interval = tuple[float, float]
 Number = int | float
@@ -610,8 +611,8 @@ class SampledTest(ResultModel):
     p_value: float
     detectable_shift: float
     significance: float  # a p-value below it is a fault
-    num_draft_tokens: Count
-    num_accepted_tokens: Count
+    num_draft_tokens: Count = 0
+    num_accepted_tokens: Count = 0
 
     @computed_field
     @property
@@ -642,12 +643,58 @@ class CertificateResults(Document):
             f"{case.feature}, {case.method}: {_faults_of(case)}"
             for case in [*self.identity, *self.matrix]
             if case.status == "fault"
-        ] + [
-            f"sampling, {test.method} {test.draft_sampling}".rstrip()
-            + f", {test.prompt}: p = {test.p_value:.2g}, below {test.significance:.2g}"
-            for test in self.distribution
-            if not test.passed
-        ]
+        ] + _sampling_faults(self.distribution)
+
+
+class ServedCase(ResultModel):
+    """Greedy answers of a server under one condition.
+
+    `num_asked_again` positions were asked again with all before them as the prompt, and
+    `num_scored_anew` tokens were scored as a part of a prompt.
+    """
+
+    condition: str
+    num_answers: Count = 0
+    num_tokens: Count = 0
+    num_cached_tokens: Count = 0  # prompt tokens from the server's cache, as far as it says
+    num_asked_again: Count = 0
+    num_scored_anew: Count = 0
+    num_near_ties: Count = 0
+    faults: list[str] = []
+
+
+class ServedCertificate(Document):
+    """certificate.json of a server; `error` says why it is not complete, "" if it is."""
+
+    conditions: list[ServedCase] = []
+    distribution: list[SampledTest] = []
+    num_draft_tokens: Count | None = None
+    num_accepted_tokens: Count | None = None
+    notes: list[str] = []
+    error: str = ""
+    seconds: float = 0.0
+
+    @computed_field
+    @property
+    def passed(self) -> bool:
+        """Return whether the certificate is complete and has no fault; near-ties are none."""
+        return not self.faults and not self.error
+
+    @computed_field
+    @property
+    def faults(self) -> list[str]:
+        """Return the faults, each in a line."""
+        greedy = [f"{case.condition}: {fault}" for case in self.conditions for fault in case.faults]
+        return greedy + _sampling_faults(self.distribution)
+
+
+def _sampling_faults(tests: list[SampledTest]) -> list[str]:
+    return [
+        f"sampling, {test.method} {test.draft_sampling}".rstrip()
+        + f", {test.prompt}: p = {test.p_value:.2g}, below {test.significance:.2g}"
+        for test in tests
+        if not test.passed
+    ]
 
 
 def _faults_of(case: CertifiedCase) -> str:

@@ -599,7 +599,8 @@ def test_the_certificate_decides_the_status(
         (("--no-chat-template", "--thinking"), "--no-chat-template was given"),
         (("--model", "m"), "without --endpoint"),
         (("--samples", "9"), "without --certify"),
-        (("--certify", "--endpoint", "http://x"), "leave --endpoint out"),
+        (("--tolerance", "1"), "--tolerance is 1.0 without --certify --endpoint"),
+        (("--certify", "--reference-endpoint", "http://x"), "without --certify --endpoint"),
         (("--draft-window", "-2"), "draft_window is -2; expected a whole number, 0 for no"),
         (("--certify", "--draft-window", "9"), "no window changes; leave it out"),
         (

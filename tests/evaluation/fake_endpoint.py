@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,8 @@ class Script:
         holds: requests in flight for which the first answers wait.
         fails: (status, body) for requests whose prompt has "[fail]".
         dies_after: answers, in the middle of the next of which it goes away for good.
+        answers: returns status, body and headers of an answer from the path and the body, in place
+            of all of this but /metrics and the list of models; it may raise `Dead`.
     """
 
     url: str = ""
@@ -58,6 +60,7 @@ class Script:
     fails: tuple[int, bytes] = (500, b'{"error": {"message": "planned"}}')
     dies_after: int | None = None
     keep_alive: bool = True
+    answers: Callable[[str, dict[str, Any]], tuple[int, Any, dict[str, str]]] | None = None
     # What it saw.
     paths: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -147,6 +150,9 @@ async def _answer(
     elif path == "/metrics":
         missing = script.metrics is None
         _send(writer, 404 if missing else 200, (script.metrics or "").encode())
+    elif script.answers is not None:
+        status, body, more = script.answers(path, json.loads(content))
+        _send(writer, status, json.dumps(body).encode(), more)
     elif path in ("/v1/completions", "/v1/chat/completions"):
         if script.stream is None:
             await _complete(script, json.loads(content), "chat" in path, writer)
@@ -305,7 +311,10 @@ def metrics(num_answers: int, model: str = "m", prefix: str = "vllm") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _send(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
-    head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n"
+def _send(
+    writer: asyncio.StreamWriter, status: int, body: bytes, more: Mapping[str, str] | None = None
+) -> None:
+    lines = [f"{name}: {value}\r\n" for name, value in (more or {}).items()]
+    head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n{''.join(lines)}\r\n"
     with suppress(ConnectionError):
         writer.write(head.encode() + body)

@@ -76,6 +76,17 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
     return byte_tokenizer() if request.param == "byte-level" else fallback_tokenizer()
 
 
+def test_tokens_named_by_their_ids() -> None:
+    names = TokenNames(lambda _: b"\xe2", as_ids=True)
+    given = [TokenLogprobs(7, -1.0, 1, [(7, -1.0), (9, -2.0)])]
+    completion = value_of(CompletionLogprobs(names, TextOffset()), given)
+    assert completion["tokens"] == ["token_id:7"]
+    assert completion["top_logprobs"] == [{"token_id:7": -1.0, "token_id:9": -2.0}]
+    (chat,) = value_of(ChatLogprobs(names), given)["content"]
+    assert (chat["token"], chat["bytes"]) == ("token_id:7", [0xE2])
+    assert [one["token"] for one in chat["top_logprobs"]] == ["token_id:7", "token_id:9"]
+
+
 def test_bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     is_fallback = tokenizer.eos_token == "</s>"
     ids = tokenizer.encode(TEXT.replace(" ", "▁") if is_fallback else TEXT)

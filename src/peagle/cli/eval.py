@@ -24,12 +24,21 @@ from peagle.cli.terminal import bright, printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculativeConfig
 from peagle.errors import UserError
-from peagle.evaluation.certify.options import Options
+from peagle.evaluation.certify.options import Options, ServedOptions
 from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.evaluation.eval_plan import EvalPlan
 from peagle.evaluation.pivot import eval_pivot
 from peagle.evaluation.sources import by_source
-from peagle.results import ACCEPTANCE, AcceptanceResults, Entry, EntryKey, Slice, read_document
+from peagle.results import (
+    ACCEPTANCE,
+    CERTIFICATE,
+    AcceptanceResults,
+    Entry,
+    EntryKey,
+    ServedCertificate,
+    Slice,
+    read_document,
+)
 
 if TYPE_CHECKING:
     from peagle.backends.vllm.installation import VllmInstallation
@@ -58,6 +67,9 @@ A head in vLLM, which is started for it; the words after -- are flags of vLLM's 
 
 A certificate that the output is that of the target alone; status 1 if it is not:
   peagle eval --certify
+
+The same of a server, with a second one of the model without drafts:
+  peagle eval --certify --endpoint http://one:8000 --reference-endpoint http://two:8000
 """
 
 _NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
@@ -109,6 +121,17 @@ class EvalOptions:
         help="With --certify: outputs of a prompt, in the test of their distribution.",
         show_default="1000",
     )
+    reference_endpoint: str | None = typer.Option(
+        None,
+        metavar="URL",
+        help="With --certify --endpoint: a server of the same model without drafts.",
+        show_default="our server without drafts; else the server itself, asked again",
+    )
+    tolerance: float | None = typer.Option(
+        None,
+        help="With --certify --endpoint: gap of log-probabilities of a near-tie.",
+        show_default="0.25, of bfloat16",
+    )
     output: groups.Results = None
     output_format: groups.Format = groups.OutputFormat.TEXT
 
@@ -135,7 +158,11 @@ def eval(given: Given, options: EvalOptions) -> None:
     """
     plan = _plan(given, options)
     if plan.certificate is not None:
-        if not _certify(given, plan, plan.certificate):
+        if isinstance(plan.certificate, ServedOptions):
+            passed = _certify_server(plan, plan.certificate)
+        else:
+            passed = _certify(given, plan, plan.certificate)
+        if not passed:
             raise typer.Exit(1)
         return
     file, text = _run(given, plan)
@@ -162,7 +189,7 @@ class AcceptancePlan:
     is_on_vllm: bool
     ks: tuple[int, ...]
     heads: list[DecodingMethod]
-    certificate: Options | None
+    certificate: Options | ServedOptions | None
     requests: EvalPlan
 
     @property
@@ -193,7 +220,10 @@ def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
     head = {"model": "head", "parallel_drafting_spec": harness.given_shape(given)}
     head |= {"draft_sampling": draft_sampling, "draft_window": window}
     SpeculativeConfig.parse({**head, "drawn_chains_from": drawn_from})
-    certificate = _certificate_options(given, options, temperatures) if options.certify else None
+    certificate = None
+    if options.certify:
+        choose = _served_options if endpoint else _certificate_options
+        certificate = choose(given, options, temperatures)
     ks = () if options.k is None else whole_numbers("-k", options.k, MAX_SPECULATIVE_TOKENS)
     params, concurrency = harness.sampling_params(given), options.concurrency
     if concurrency < 1:
@@ -243,9 +273,17 @@ def _refuse_contradictions(given: Given, options: EvalOptions, is_on_vllm: bool)
         raise UserError(
             "--engine vllm and --endpoint contradict each other; leave one of them out."
         )
-    if options.certify and (endpoint or is_on_vllm):
-        other = "--endpoint" if endpoint else "--engine vllm"
-        raise UserError(f"--certify looks at engines here; leave {other} out.")
+    if options.certify and is_on_vllm:
+        raise UserError(
+            "--certify looks at engines here; leave --engine vllm out. Of a vLLM that runs, name "
+            "the --endpoint."
+        )
+    for name in ("reference_endpoint", "tolerance"):
+        value = getattr(options, name)
+        if value is not None and not (options.certify and endpoint):
+            raise UserError(
+                f"--{name.replace('_', '-')} is {value} without --certify --endpoint; leave it out."
+            )
     if options.certify and given.value("engine.kv_cache_dtype", "auto") != "auto":
         raise UserError(
             "--certify compares with transformers, which does not round keys and values; leave "
@@ -292,16 +330,13 @@ def _certificate_options(
     given: Given, asked: EvalOptions, temperatures: Sequence[float]
 ) -> Options:
     """Return the options of the certificate."""
-    names = [name for one in asked.sets or () for name in one.split(",")]
-    if len(names) > 1:
-        raise UserError(f"--set names {len(names)} sets; a certificate takes its prompts from one.")
     above = [one for one in temperatures if one]
     if len(above) > 1:
         raise UserError(f"--temperature is {above}; a certificate tests one above 0.")
     sampling = given.value(groups.DRAFT_SAMPLING)
     options = {
         "prompts": asked.limit,
-        "prompt_set": names[0] if names else None,
+        "prompt_set": _one_set(asked),
         "temperature": above[0] if above else None,
         "samples": asked.samples,
         "draft_samplings": None if sampling is None else (sampling,),
@@ -309,6 +344,37 @@ def _certificate_options(
         **{name: given.value(f"sampling.{name}") for name in ("top_k", "top_p", "seed")},
     }
     return Options(**{name: value for name, value in options.items() if value is not None})
+
+
+def _one_set(asked: EvalOptions) -> str | None:
+    names = [name for one in asked.sets or () for name in one.split(",")]
+    if len(names) > 1:
+        raise UserError(f"--set names {len(names)} sets; a certificate takes its prompts from one.")
+    return names[0] if names else None
+
+
+def _served_options(
+    given: Given, asked: EvalOptions, temperatures: Sequence[float]
+) -> ServedOptions:
+    """Return the options of the certificate of a server."""
+    changed = {name: given.value(f"sampling.{name}") for name in ("top_k", "top_p")}
+    changed["temperature"] = next((one for one in temperatures if one not in (0, 1)), None)
+    for name, value in changed.items():
+        if value is not None:
+            raise UserError(
+                f"--{name.replace('_', '-')} is {value}; a server's log-probabilities are those of "
+                "its whole distribution at temperature 1. Leave it out."
+            )
+    options = {
+        "prompts": asked.limit,
+        "prompt_set": _one_set(asked),
+        "samples": asked.samples,
+        "concurrency": asked.concurrency,
+        "tolerance": asked.tolerance,
+        "max_new_tokens": given.value("sampling.max_tokens"),
+        "seed": given.value("sampling.seed"),
+    }
+    return ServedOptions(**{name: value for name, value in options.items() if value is not None})
 
 
 # ---- the run --------------------------------------------------------------------------------
@@ -410,23 +476,23 @@ def _on_server(plan: AcceptancePlan, endpoint: str) -> Subject:
     """Connect to the server, find out whether it converses, and make its arms."""
     from peagle.evaluation.endpoint import EndpointBackend
 
-    match = _NAMED_URL.fullmatch(endpoint)
-    name, url = (match["name"], match["url"]) if match else (None, endpoint)
+    name, url = _named_url(endpoint)
     server = EndpointBackend(url, plan.options.model, extra_body=plan.extra_body)
     chat = _converses(server, plan.options.chat_template, plan.requests.thinking)
     arms = _server_arms(server, name or "endpoint", plan.ks)
     return arms, chat, {**harness.provenance(server.model, ""), "endpoint": url}, ""
 
 
+def _named_url(endpoint: str) -> tuple[str | None, str]:
+    match = _NAMED_URL.fullmatch(endpoint)
+    return (match["name"], match["url"]) if match else (None, endpoint)
+
+
 def _server_arms(server: EndpointBackend, name: str, ks: Sequence[int]) -> list[EvalArm]:
     """Make an arm of a server at each K, or at its own K."""
     from peagle.evaluation.eval_run import EvalArm
 
-    if ks and not server.is_ours:
-        raise UserError(
-            f"-k is {ks[0]}, but {server.name} decides on its own K; leave -k out, and serve "
-            "it with that K instead."
-        )
+    _refuse_foreign_k(server, ks)
     method = DecodingMethod(name, server.model)
     return [
         EvalArm(
@@ -438,6 +504,14 @@ def _server_arms(server: EndpointBackend, name: str, ks: Sequence[int]) -> list[
         )
         for k in ks or (None,)
     ]
+
+
+def _refuse_foreign_k(server: EndpointBackend, ks: Sequence[int]) -> None:
+    if ks and not server.is_ours:
+        raise UserError(
+            f"-k is {ks[0]}, but {server.name} decides on its own K; leave -k out, and serve "
+            "it with that K instead."
+        )
 
 
 def _converses(server: EndpointBackend, chat_template: bool | None, thinking: bool | None) -> bool:
@@ -507,9 +581,65 @@ def _certify(given: Given, plan: AcceptancePlan, certificate: Options) -> bool:
         lambda line: print(f"peagle: {printable(line)}", file=sys.stderr, flush=True),
     )
     if output is not None:
-        write_json(output / "certificate.json", found.to_json())
+        write_json(output / CERTIFICATE, found.to_json())
     as_json = plan.options.output_format is groups.OutputFormat.JSON
     print(json.dumps(found.to_json(), indent=2) if as_json else certificate_text(found))
+    return found.passed
+
+
+def _certify_server(plan: AcceptancePlan, certificate: ServedOptions) -> bool:
+    """Print the certificate of a server, and return whether it passed."""
+    from peagle.evaluation.certify.served import (
+        ServedSubject,
+        certify_server,
+        long_prompts,
+        served_text,
+    )
+    from peagle.evaluation.certify.server import ScoringServer
+    from peagle.evaluation.endpoint import EndpointBackend
+    from peagle.evaluation.journal import make_folder
+    from peagle.models.checkpoint.files import write_json
+
+    options, output = plan.options, plan.options.output
+    template = harness.template_fields(plan.requests.thinking, {})
+    backend = EndpointBackend(_named_url(options.endpoint or "")[1], options.model)
+    _refuse_foreign_k(backend, plan.ks)
+    server = ScoringServer(backend, template)
+    reference = server
+    if (url := options.reference_endpoint) is not None:
+        second = EndpointBackend(url, option="--reference-endpoint")
+        if backend.model in second.models:
+            second = EndpointBackend(url, backend.model, option="--reference-endpoint")
+        reference = ScoringServer(second, template)
+    if output is not None:
+        make_folder(output)
+
+    def save(found: ServedCertificate) -> None:
+        if output is not None:
+            write_json(output / CERTIFICATE, found.to_json())
+
+    subject = ServedSubject(
+        server,
+        reference,
+        0 if reference.backend.is_ours else None,
+        certificate,
+        max(plan.ks, default=None),
+        lambda line: print(f"peagle: {printable(line)}", file=sys.stderr, flush=True),
+        save,
+    )
+    chosen = harness.load_prompts([certificate.prompt_set], certificate.prompts)
+    prompts = chosen[certificate.prompt_set]
+    texts = [one.text for one in prompts]
+    ids, longer = [one.id for one in prompts], long_prompts(texts, certificate.long_characters)
+    kinds = {"short": [*zip(ids, texts)], "long": [*zip(ids, longer)]}
+    about = {**harness.provenance(backend.model, ""), "endpoint": backend.name}
+    found = certify_server(subject, kinds, about)
+    if found.error:
+        where = "" if output is None else f" What was found is in {str(output / CERTIFICATE)!r}."
+        faults = f" {len(found.faults)} faults were found before." if found.faults else ""
+        raise UserError(f"{found.error}{faults}{where}")
+    as_json = options.output_format is groups.OutputFormat.JSON
+    print(json.dumps(found.to_json(), indent=2) if as_json else served_text(found))
     return found.passed
 
 

@@ -14,7 +14,7 @@ from peagle.client.fields import sampling_fields, served_drafts
 from peagle.config import SamplingParams
 from peagle.errors import UserError
 from peagle.evaluation.decoding import Answer, Request, Run, require_some
-from peagle.evaluation.endpoint_answers import read_answer, stats_of
+from peagle.evaluation.endpoint_answers import PROBLEMS, read_answer, stats_of
 from peagle.evaluation.http_client import HttpClient, Reply, run_clients
 
 KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")
@@ -27,6 +27,9 @@ _USAGE = {"include_usage": True}
 _STREAM_OPTIONS = ({**_USAGE, "continuous_usage_stats": True}, _USAGE, None)
 _UNSENT_FIELDS = ("prompt_logprobs", "n")
 _SETTLE_S, _SETTLE_LOOKS = 0.1, 20
+# Seconds that one request waits in all for a server that limits the rate, and of one wait where
+# the server names no time.
+_MAX_WAIT_S, _MAX_BACKOFF_S = 120.0, 30.0
 
 
 class EndpointBackend:
@@ -45,9 +48,10 @@ class EndpointBackend:
         extra_body: further fields of every request, over those of its parameters.
         report: ask our server for the drafts of every step, which costs it a little time.
         timeout_s: limit of a request.
+        option: the option that names the URL, for messages.
 
-    `facts` are the server's entry for the model. `notes` name each missing feature once. A server
-    that `is_plain` is not expected to draft.
+    `models` are the names that the server lists, `facts` its entry for the model. `notes` name each
+    missing feature once. A server that `is_plain` is not expected to draft.
 
     Raises:
         UserError: the URL or the key is not usable, no server answers, or it lacks the model.
@@ -64,23 +68,24 @@ class EndpointBackend:
         extra_body: Mapping[str, Any] | None = None,
         report: bool = True,
         timeout_s: float = 600.0,
+        option: str = "--endpoint",
     ) -> None:
         self.name = url
         self.is_plain = False
         self.notes: list[str] = []
         key = key_from_environment(*KEY_VARIABLES) if api_key is None else api_key
-        self._api = ApiClient(url, key, timeout_s=timeout_s)
+        self._api = ApiClient(url, key, timeout_s=timeout_s, option=option)
         self._client = HttpClient(self._api.base, self._api.headers, timeout_s=timeout_s)
         self._report = report
         self._extra_body = dict(extra_body or {})
         self._stream_options: dict[str, Mapping[str, Any] | None] = {}
         listed = {str(one["id"]): one for one in self._api.models(may_lack_list=True)}
-        self._listed = list(listed)
+        self.models = list(listed)
         if model is None and not listed:
             raise UserError(f"{url} lists no models; name the one to ask (--model).")
         if model is not None and listed and model not in listed:
             raise self._no_model(model)
-        self.model = self._listed[0] if model is None else model
+        self.model = self.models[0] if model is None else model
         self.facts = listed.get(self.model, {})
 
     # ---- facts of the server ----------------------------------------------------------------
@@ -253,6 +258,47 @@ class EndpointBackend:
         except ForeignAnswer as error:
             raise self._api.foreign(str(error)) from None
 
+    # ---- single requests --------------------------------------------------------------------
+
+    def ask(self, path: str, bodies: Sequence[Any], concurrency: int = 1) -> list[Reply]:
+        """Send bodies to a path, and return the whole answers in order, whatever their status.
+
+        After an answer of status 429 the request waits as Retry-After says, and is sent again.
+
+        Raises:
+            UserError: the server cannot be reached, goes away, refuses the key, or still limits the
+                rate after 120 s of waiting.
+        """
+        num_done = 0
+
+        async def ask(body: Any) -> Reply:
+            nonlocal num_done
+            waited, tries = 0.0, 0
+            while True:
+                reply = await self._client.send("POST", path, body)
+                if reply.problem:
+                    reason = reply.reason or PROBLEMS[reply.problem]
+                    raise UserError(
+                        f"{self.name} went away after {num_done} of {len(bodies)} requests: "
+                        f"{reason}. Start it again and run the same command."
+                    )
+                if reply.status in (401, 403):
+                    raise self._api.refusal(reply.status, reply.body)
+                if reply.status != 429:
+                    num_done += 1
+                    return reply
+                pause = _pause(reply, tries)
+                if waited + pause > _MAX_WAIT_S:
+                    raise UserError(
+                        f"{self.name} limits the rate (429: {error_message(reply.body)}) and asks "
+                        f"for a wait of {pause:g} s after {waited:g} s; expected at most "
+                        f"{_MAX_WAIT_S:g} s in all. Lower --concurrency, or raise the key's limit."
+                    )
+                await asyncio.sleep(pause)
+                waited, tries = waited + pause, tries + 1
+
+        return self._blocking(run_clients(concurrency, bodies, ask))
+
     # ---- errors -----------------------------------------------------------------------------
 
     def _check(self, reply: Reply) -> None:
@@ -264,7 +310,7 @@ class EndpointBackend:
             raise UserError(f"{self._no_model(self.model)} It says: {message}")
 
     def _no_model(self, model: str) -> UserError:
-        names = ", ".join(self._listed) or "none that it lists"
+        names = ", ".join(self.models) or "none that it lists"
         return UserError(f"{self.name} has no completions of a model {model!r}; it has: {names}.")
 
     def _note(self, text: str) -> None:
@@ -280,6 +326,14 @@ class EndpointBackend:
                 self._client.close()
 
         return asyncio.run(alone())
+
+
+def _pause(reply: Reply, tries: int) -> float:
+    """Return the seconds to wait after an answer of status 429, the `tries`-th of a request."""
+    try:
+        return max(0.0, float(reply.headers.get("retry-after", "")))
+    except ValueError:  # no such header, or a date
+        return min(2.0**tries, _MAX_BACKOFF_S)
 
 
 def _path(request: Request) -> str:

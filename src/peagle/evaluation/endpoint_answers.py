@@ -16,7 +16,7 @@ from peagle.engine import SpeculationStats
 from peagle.evaluation.decoding import Answer, DecodeCounts
 from peagle.evaluation.http_client import Reply
 
-_PROBLEMS = {
+PROBLEMS = {
     "refused": "no connection",
     "unanswered": "the server closed the connection without an answer",
     "cut": "the answer ended in the middle",
@@ -48,7 +48,7 @@ def read_answer(reply: Reply) -> Answer:
         ForeignAnswer: the answer is no completion.
     """
     if reply.problem and not reply.events:
-        return Answer(seconds=reply.seconds, error=_PROBLEMS[reply.problem])
+        return Answer(seconds=reply.seconds, error=PROBLEMS[reply.problem])
     if reply.status != 200:
         return Answer(seconds=reply.seconds, error=f"{reply.status}: {error_message(reply.body)}")
     if reply.headers.get("content-type", "").startswith("text/event-stream"):
@@ -131,7 +131,7 @@ def _streamed(reply: Reply) -> Answer:
             parts[-1].text += text
             parts[-1].answer += choice.text
     if not error and (reply.problem or not answer.is_whole):
-        error = _PROBLEMS[reply.problem or "cut"]
+        error = PROBLEMS[reply.problem or "cut"]
     count = usage.num_tokens
     if not has_steps and not has_usage:
         _allocate_tokens(parts, len(parts) if count is None else count)

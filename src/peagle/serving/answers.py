@@ -302,14 +302,18 @@ class TokenNames:
 
     Args:
         bytes_of: returns the bytes of a token.
+        as_ids: name each token by its id, "token_id:5", as vLLM does.
     """
 
-    def __init__(self, bytes_of: TokenBytes) -> None:
+    def __init__(self, bytes_of: TokenBytes, *, as_ids: bool = False) -> None:
         self.bytes_of = cache(bytes_of)
+        self._as_ids = as_ids
         self.name = cache(self._make_name)
         self.entry = cache(self._make_entry)
 
     def _make_name(self, token_id: int) -> str:
+        if self._as_ids:
+            return f'"token_id:{token_id}"'
         return _to_text(_name(self.bytes_of(token_id)))
 
     def _make_entry(self, token_id: int) -> tuple[str, str]:

@@ -78,7 +78,7 @@ class _Completions(GenerationAnswer):
         self._has_running_usage = options.include_usage and options.continuous_usage_stats
         self._num_tokens: Counter[tuple[int, int]] = Counter()
         self._templates: dict[Any, EventTemplate] = {}
-        self.names = TokenNames(self.tokenizer.token_bytes)
+        self.names = TokenNames(self.tokenizer.token_bytes, as_ids=body.return_tokens_as_token_ids)
 
     @abstractmethod
     async def choice(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:

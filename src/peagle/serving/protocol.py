@@ -203,6 +203,7 @@ class SamplingFields(GenerationFields):
     max_tokens: StrictInt | None = None
     n: StrictInt | None = None
     prompt_logprobs: StrictInt | None = None
+    return_tokens_as_token_ids: StrictBool = False
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
 

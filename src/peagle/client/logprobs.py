@@ -1,0 +1,59 @@
+"""The log-probabilities of an answer, as completions and as chat completions have them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_ID = "token_id:"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """An output token with its log-probability.
+
+    Attributes:
+        token: the server's name of the token: its text, or "token_id:5".
+        logprob: natural logarithm of its probability.
+        top: the same of the most likely tokens of this position and of the token itself, by name.
+    """
+
+    token: str
+    logprob: float
+    top: Mapping[str, float]
+
+    @property
+    def token_id(self) -> int | None:
+        """Return the id in the token's name; None where the name is text."""
+        number = self.token.removeprefix(_ID)
+        return int(number) if number != self.token and number.isdigit() else None
+
+
+def scored_tokens(choice: Mapping[str, Any]) -> list[ScoredToken]:
+    """Return the scored tokens of a choice of a whole answer; none where it has none.
+
+    The first token of an echoed prompt has no log-probability; it gets 0.
+
+    Raises:
+        ValueError: the log-probabilities have another form.
+    """
+    given = choice.get("logprobs")
+    try:
+        if not given:
+            return []
+        if (content := given.get("content")) is not None:
+            return [_of_chat(one) for one in content]
+        tokens = given["tokens"] or []
+        tops = given.get("top_logprobs") or [{}] * len(tokens)
+        values = [0.0 if one is None else float(one) for one in given["token_logprobs"]]
+        return [
+            ScoredToken(token, logprob, {**(top or {}), token: logprob})
+            for token, logprob, top in zip(tokens, values, tops, strict=True)
+        ]
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise ValueError(f"log-probabilities of another form: {str(given)[:80]}") from None
+
+
+def _of_chat(entry: Mapping[str, Any]) -> ScoredToken:
+    token, logprob = entry["token"], float(entry["logprob"])
+    tops = {one["token"]: float(one["logprob"]) for one in entry.get("top_logprobs") or ()}
+    return ScoredToken(token, logprob, {**tops, token: logprob})

@@ -1,0 +1,225 @@
+"""`peagle eval --certify --endpoint`: lossless servers pass, planted faults are found."""
+
+from __future__ import annotations
+
+import json
+from math import log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peagle.client.logprobs import scored_tokens
+from peagle.evaluation.certify.options import ServedOptions
+from peagle.evaluation.certify.served import fit_tokens, is_near_tie
+from peagle.results import ServedCertificate, read_document
+from tests.cli.conftest import Peagle, peagle  # noqa: F401 - a fixture
+from tests.evaluation.fake_endpoint import endpoint
+from tests.evaluation.toy_server import ToyServer
+
+NAMES = ("sum", "mean", "largest", "length")
+TEXTS = [f"{name} of x: def function(x):" for name in NAMES]
+SMALL = ("--max-new-tokens", 16, "--samples", 300, "--concurrency", 3, "--tolerance", 0.001)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"id": t.split()[0], "prompt": t}) for t in TEXTS))
+    return path
+
+
+@pytest.fixture
+def certify(peagle: Peagle, prompts: Path, tmp_path: Path) -> Any:  # noqa: F811
+    """certify(server, options...) -> (status, certificate, standard error)."""
+
+    def call(server: ToyServer, *options: object) -> tuple[int, Any, str]:
+        output = tmp_path / "out"
+        with endpoint(server.script()) as url:
+            result = peagle(
+                *("eval", "--certify", "--endpoint", url, "--set", prompts, *SMALL),
+                *("--output", output, *options),
+            )
+        file = output / "certificate.json"
+        found = read_document(file, ServedCertificate) if file.exists() else None
+        return result.status, found, result.err + result.out
+
+    return call
+
+
+# ---- lossless servers -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        ToyServer(is_ours=True, has_ids=True, has_echo=True),
+        ToyServer(has_ids=True),
+        ToyServer(tops=5),
+    ],
+    ids=["switch", "ids", "text"],
+)
+def test_a_lossless_server_passes(certify: Any, server: ToyServer) -> None:
+    status, found, text = certify(server)
+    assert status == 0, text
+    assert found.passed and found.error == "" and "PASSED" in text
+    names = [one.condition for one in found.conditions]
+    assert len(names) == len(set(names)) == 10
+    assert all(
+        one.num_answers == 2 for one in found.conditions if "stop string" not in one.condition
+    )
+    again = [one.num_asked_again for one in found.conditions if "stop string" not in one.condition]
+    assert min(again) > 0
+    anew = sum(one.num_scored_anew for one in found.conditions)
+    assert (anew > 0) == server.has_echo
+    assert len(found.distribution) == 4
+    assert found.settings["num_top"] == server.tops
+    expected = "without drafts" if server.is_ours else "second answers"
+    assert expected in found.settings["compared_with"]
+
+
+def test_a_second_server_is_the_reference(certify: Any) -> None:
+    plain = ToyServer(has_ids=True)
+    with endpoint(plain.script()) as url:
+        status, found, text = certify(ToyServer(has_ids=True), "--reference-endpoint", url)
+    assert status == 0, text
+    assert found.settings["compared_with"] == url
+    assert plain.num_answers >= 11, "3 first tokens and 8 answers"
+
+
+# ---- planted faults -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("switch", ["switch", "reference", "neither"])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("accepts", "but its own log-probabilities have"),
+        ("past stop", "with the stop string"),
+        ("cache", "expected"),
+    ],
+)
+def test_faults_are_found(certify: Any, fault: str, message: str, switch: str) -> None:
+    server = ToyServer(is_ours=switch == "switch", has_ids=True, fault=fault)
+    with endpoint(ToyServer(has_ids=True).script()) as url:
+        more = ("--reference-endpoint", url) if switch == "reference" else ()
+        status, found, text = certify(server, "--samples", 0, *more)
+    assert status == 1, text
+    assert not found.passed and "FAILED" in text
+    assert any(message in fault for fault in found.faults)
+
+
+@pytest.mark.parametrize("has_echo", [True, False])
+def test_a_cache_that_is_wrong_from_the_first_request_on(certify: Any, has_echo: bool) -> None:
+    """All answers of the server agree; only a prompt that is computed as a whole tells."""
+    server = ToyServer(is_ours=True, has_ids=True, has_echo=has_echo, fault="cache from the first")
+    status, found, _ = certify(server, "--samples", 0)
+    assert status == has_echo
+    assert any("computed anew with its whole prompt" in one for one in found.faults) == has_echo
+
+
+def test_drafts_that_nobody_compares_change_the_distribution(certify: Any) -> None:
+    _, found, _ = certify(ToyServer(has_ids=True, fault="accepts"))
+    seconds = [one for one in found.distribution if one.prompt.endswith("token 2")]
+    firsts = [one for one in found.distribution if one.prompt.endswith("token 1")]
+    assert any(not one.passed for one in seconds)
+    assert all(one.passed for one in firsts), "the first token is never a draft"
+
+
+# ---- refusals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("server", "options", "message"),
+    [
+        (ToyServer(tops=0), (), "gives no log-probabilities of 'm' (200: an answer); expected"),
+        (ToyServer(), ("-k", 3), "decides on its own K"),
+        (ToyServer(), ("--top-k", 5), "--top-k is 5; a server's log-probabilities"),
+        (ToyServer(), ("--temperature", "0.7"), "--temperature is 0.7"),
+        (ToyServer(), ("--tolerance", "0"), "--tolerance is 0; expected a gap"),
+        (ToyServer(), ("--dtype", "float32"), "--dtype and --endpoint contradict"),
+        (ToyServer(), ("--model", "n"), "has no completions of a model 'n'"),
+        (ToyServer(), ("--reference-endpoint", "http://127.0.0.1:9"), "No server answers at"),
+    ],
+)
+def test_refusals(certify: Any, server: ToyServer, options: Any, message: str) -> None:
+    status, found, text = certify(server, *options)
+    assert (status, found) == (2, None)
+    assert message in text
+
+
+def test_another_model_at_the_second_url(certify: Any) -> None:
+    with endpoint(ToyServer(model="another", has_ids=True).script()) as url:
+        status, found, text = certify(ToyServer(has_ids=True), "--reference-endpoint", url)
+    assert status == 2
+    assert f"--reference-endpoint {url} serves another model" in text
+    assert found.error and not found.conditions
+
+
+def test_a_limited_rate_is_waited_for(certify: Any) -> None:
+    status, found, text = certify(ToyServer(has_ids=True, num_limited=3), "--samples", 0)
+    assert status == 0, text
+    assert found.passed
+
+
+def test_a_rate_that_stays_limited_is_named(certify: Any) -> None:
+    server = ToyServer(num_limited=99, retry_after="121")
+    status, found, text = certify(server)
+    assert (status, found) == (2, None)
+    assert "limits the rate (429: slowly) and asks for a wait of 121 s" in text
+    assert "Lower --concurrency" in text
+
+
+def test_a_server_that_dies_leaves_what_was_found(certify: Any) -> None:
+    status, found, text = certify(ToyServer(has_ids=True, dies_after=60))
+    assert status == 2
+    assert "went away after" in text and "certificate.json" in text
+    assert found.conditions and found.error and not found.passed
+    assert not found.faults
+
+
+# ---- statistics -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_false_alarms_of_lossless_servers_are_rare() -> None:
+    """Two prompts, two tokens each, over many runs: at most 1% have a p-value below its limit."""
+    options, runs, alarms = ServedOptions(), 1000, 0
+    dice = np.random.default_rng(5)
+    significance = options.alpha / (2 * options.sampled_prompts)
+    for _ in range(runs):
+        lowest = 1.0
+        for size in (options.samples, options.samples // 2) * options.sampled_prompts:
+            masses = np.sort(dice.dirichlet(np.full(60, dice.choice([0.05, 0.3, 2.0]))))[::-1]
+            top = {str(i): log(max(mass, 1e-30)) for i, mass in enumerate(masses[:20])}
+            tokens = dice.choice(60, size=size, p=masses / masses.sum())
+            test = fit_tokens(top, [str(one) for one in tokens], "", significance)
+            lowest = min(lowest, test.p_value / significance)
+        alarms += lowest < 1
+    assert alarms <= runs // 100
+
+
+def test_near_ties() -> None:
+    top = {"a": -1.0, "b": -1.1, "c": -3.0}
+    assert is_near_tie(top, ["a", "b"], 0.2)
+    assert not is_near_tie(top, ["a", "b"], 0.05)
+    assert not is_near_tie(top, ["b", "c"], 0.2)
+    assert not is_near_tie(top, ["a", "z"], 0.2), "it is less likely than c"
+    assert is_near_tie(top, ["a", None], 0.2) and not is_near_tie(top, ["c", None], 0.2)
+
+
+def test_log_probabilities_of_both_routes() -> None:
+    completion = {
+        "tokens": ["token_id:7", "b"],
+        "token_logprobs": [-0.5, -2],
+        "top_logprobs": [{"token_id:7": -0.5, "x": -1}, {"a": -0.2}],
+    }
+    chat = [{"token": "b", "logprob": -2, "top_logprobs": [{"token": "a", "logprob": -0.2}]}]
+    first, second = scored_tokens({"logprobs": completion})
+    assert (first.token_id, second.token_id) == (7, None)
+    assert second.top == {"a": -0.2, "b": -2.0}
+    assert scored_tokens({"logprobs": {"content": chat}}) == [second]
+    assert scored_tokens({"logprobs": None}) == []
+    with pytest.raises(ValueError, match="another form"):
+        scored_tokens({"logprobs": {"tokens": ["a"], "token_logprobs": []}})
