@@ -61,6 +61,7 @@ LIMITS = {
         *("--batch-sizes", "1,2", "--steps", "2", "--rounds", "1"),
         *("--limit", "2", "--max-new-tokens", "4"),
     ],
+    "watch": ["--every", "1s", "--count", "1"],
 }
 _NUM_FEW = 4  # prompts of few.jsonl
 _PAIR2 = ROOT / "tests" / "fixtures" / "pair2"  # it has a chat template with a thinking mode

@@ -148,8 +148,8 @@ async def _answer(
         else:
             _send(writer, script.models_status, json.dumps({"data": listed}).encode())
     elif path == "/metrics":
-        missing = script.metrics is None
-        _send(writer, 404 if missing else 200, (script.metrics or "").encode())
+        text = script.metrics
+        _send(writer, 404 if text is None else 200, (text or "").encode())
     elif script.answers is not None:
         status, body, more = script.answers(path, json.loads(content))
         _send(writer, status, json.dumps(body).encode(), more)

@@ -44,6 +44,7 @@ COMMANDS = {
     "serve": "Serve a model over HTTP, compatible with OpenAI's API.",
     "train": "Train a draft head by a TOML file.",
     "tune": "Choose K by batch size for this machine and head.",
+    "watch": "Follow the acceptance of a running server, and warn where it falls.",
 }
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}

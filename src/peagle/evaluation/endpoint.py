@@ -48,7 +48,7 @@ class EndpointBackend:
         extra_body: further fields of every request, over those of its parameters.
         report: ask our server for the drafts of every step, which costs it a little time.
         timeout_s: limit of a request.
-        option: the option that names the URL, for messages.
+        option: the option or argument that names the URL, for messages.
 
     `models` are the names that the server lists, `facts` its entry for the model. `notes` name each
     missing feature once. A server that `is_plain` is not expected to draft.

@@ -25,10 +25,11 @@ def register() -> None:
 
         if (release := tuple(version[:2])) not in TESTED_VERSIONS:
             raise RuntimeError(f"it knows vLLM {TESTED_TEXT}, and this is {dotted(release)}")
-        from peagle.backends.vllm import corrected_drafts, shorter_drafts
+        from peagle.backends.vllm.corrected_drafts import install
+        from peagle.backends.vllm.shorter_drafts import follow_schedules
 
-        corrected_drafts.install()
-        shorter_drafts.install()
+        install()
+        follow_schedules()
     except Exception as error:
         message = "peagle steps aside: %s. vLLM drafts without corrections."
         logging.getLogger("vllm.peagle").warning(message, error)

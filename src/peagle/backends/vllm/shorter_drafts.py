@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 
-def install() -> None:
+def follow_schedules() -> None:
     """Replace a method of vLLM's proposer, once.
 
     Raises:

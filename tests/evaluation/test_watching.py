@@ -1,0 +1,117 @@
+"""Acceptance over time, from counters that a clock without waiting makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from peagle.client.counters import Counters, DraftCounts
+from peagle.errors import UserError
+from peagle.evaluation.watching import READINGS, AcceptanceWatch, WatchedInterval
+
+
+class Traffic:
+    """Counters of a server at a time; drafts of 4 tokens, `share(second)` of them accepted.
+
+    Each second has an acceptance of its own, as requests differ.
+    """
+
+    def __init__(self, share: Callable[[int], float], seed: int = 0) -> None:
+        self.now, self.share = 0.0, share
+        self.dice = np.random.default_rng(seed)
+        self.drafts = self.accepted = self.second = 0
+        self.lines: list[str] = []
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def read(self) -> Counters | None:
+        while self.second < self.now:
+            mean = self.share(self.second) + self.dice.normal(0, 0.05)
+            self.drafts += 20
+            self.accepted += int(self.dice.binomial(80, min(max(mean, 0), 1)))
+            self.second += 1
+        return Counters(DraftCounts(self.drafts, 4 * self.drafts, self.accepted), self.accepted)
+
+    def watch(self, count: int, **options: object) -> list[WatchedInterval]:
+        options = {"clock": lambda: self.now, "sleep": self.sleep, **options}
+        options["report"] = self.lines.append
+        watch = AcceptanceWatch(self.read, 60.0, **options)  # type: ignore[arg-type]
+        return list(islice(watch.intervals(), count))
+
+
+def test_an_interval_has_the_drafts_between_its_ends() -> None:
+    traffic = Traffic(lambda _: 0.5)
+    one, two = traffic.watch(2)
+    assert traffic.slept == pytest.approx([60.0 / READINGS] * 2 * READINGS)
+    assert (one.drafts.num_drafts, two.drafts.num_drafts) == (1200, 1200)
+    accepted = one.drafts.num_accepted_tokens + two.drafts.num_accepted_tokens
+    assert accepted == traffic.accepted == (one.num_tokens or 0) + (two.num_tokens or 0)
+    length = 1 + one.drafts.num_accepted_tokens / 1200
+    assert one.acceptance_length == length
+    assert one.ci is not None and one.ci[0] < length < one.ci[1]
+    assert one.to_json()["acceptance_length"] == round(length, 4)
+
+
+def test_a_fall_is_warned_of_and_a_steady_server_is_not() -> None:
+    """Three intervals make the baseline; acceptance falls from 2 to 1.8 tokens in the seventh."""
+    found = Traffic(lambda second: 0.5 if second < 360 else 0.45).watch(8)
+    assert [one.baseline is None for one in found] == [True] * 3 + [False] * 5
+    first = [one.drafts.num_accepted_tokens for one in found[:3]]
+    assert found[3].baseline == pytest.approx(1 + sum(first) / 3600)
+    assert [one.is_below for one in found[:6]] == [False] * 6
+    assert found[6].is_below and found[7].is_below
+
+
+def test_steady_servers_are_seldom_below_a_given_baseline() -> None:
+    """One end of a 95% interval misses 2.5%: 5 of 200; 12 or more come in 1 of 200 such tests."""
+    found = Traffic(lambda _: 0.5, seed=3).watch(200, baseline=3.0)
+    assert all(one.baseline == 3.0 for one in found)
+    assert 1 <= sum(one.is_below for one in found) <= 11
+
+
+def test_a_server_that_is_away_is_one_line() -> None:
+    traffic = Traffic(lambda _: 0.5)
+    read = traffic.read
+
+    def reading() -> Counters | None:
+        if 30 < traffic.now < 100:
+            raise UserError("No server answers.")
+        if traffic.now >= 100:  # it was restarted
+            traffic.drafts, traffic.accepted = traffic.drafts % 1000, traffic.accepted % 1000
+        return read()
+
+    traffic.read = reading  # type: ignore[method-assign]
+    one, two, three = traffic.watch(3)
+    assert [bool(one.away), bool(two.away), bool(three.away)] == [True, True, False]
+    assert len(traffic.lines) == 2
+    assert "away, watching goes on: No server answers." in traffic.lines[0]
+    assert traffic.lines[1] == "the server is back"
+    assert one.drafts.num_drafts == 600, "of the readings before it went"
+    assert min(two.drafts.num_drafts, three.drafts.num_drafts) >= 0
+    assert three.drafts.num_drafts > 0
+
+
+def test_intervals_without_drafts_have_no_figures() -> None:
+    traffic = Traffic(lambda _: 0.5)
+    traffic.read = lambda: Counters(DraftCounts(), None)  # type: ignore[method-assign]
+    (one,) = traffic.watch(1, baseline=2.0)
+    assert (one.acceptance_length, one.ci, one.is_below, one.num_tokens) == (
+        None,
+        None,
+        False,
+        None,
+    )
+
+
+@pytest.mark.parametrize("counters", [None, Counters(None, 5)])
+def test_a_server_without_counters_is_refused(counters: Counters | None) -> None:
+    traffic = Traffic(lambda _: 0.5)
+    traffic.read = lambda: counters  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="counts no drafts at /metrics; expected the counters of"):
+        traffic.watch(1)
