@@ -79,6 +79,14 @@ def test_a_lossless_server_passes(certify: Any, server: ToyServer) -> None:
     assert expected in found.settings["compared_with"]
 
 
+def test_a_greedy_server_is_asked_for_greedy_answers_alone(certify: Any) -> None:
+    status, found, text = certify(ToyServer(has_ids=True, draws=False))
+    assert status == 0, text
+    assert len(found.conditions) == 10 and not found.distribution
+    expected = "refuses temperature 1 (400: temperature is 1.0, expected 0): sampled tokens are"
+    assert any(expected in note for note in found.notes) and expected in text.replace("\n", " ")
+
+
 def test_a_second_server_is_the_reference(certify: Any) -> None:
     plain = ToyServer(has_ids=True)
     with endpoint(plain.script()) as url:

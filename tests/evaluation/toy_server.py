@@ -53,6 +53,7 @@ class ToyServer:
     has_ids: bool = False
     has_echo: bool = False
     tops: int = 20
+    draws: bool = True
     fault: str = ""
     num_limited: int = 0
     retry_after: str = "0"
@@ -81,6 +82,8 @@ class ToyServer:
         prompt = tuple(asked) if isinstance(asked, list) else encode(asked)
         if path == "/tokenize":
             return (200, {"tokens": prompt}, {}) if self.has_ids else (404, {}, {})
+        if body["temperature"] and not self.draws:
+            return 400, {"error": {"message": "temperature is 1.0, expected 0"}}, {}
         num_top = body.get("logprobs") or 0
         if num_top > self.tops > 0:
             return 400, {"error": {"message": f"at most {self.tops} log-probabilities"}}, {}

@@ -221,10 +221,11 @@ def _answers(subject: ServedSubject, prompts: Prompts, others: Prompts) -> list[
         return subject.server.ask(prompts, greedy, k=subject.k)
     count = max(options.concurrency + 1 - len(prompts), 0)
     more = [others[i % len(others)] for i in range(count)]
-    drawn = [{**greedy, "temperature": 1.0, "seed": options.seed + i} for i in range(count)]
+    drawn = {"temperature": 1.0} if subject.server.draws else {}
+    beside = [{**greedy, **drawn, "seed": options.seed + i} for i in range(count)]
     every = subject.server.ask(
         [*prompts, *more],
-        [greedy] * len(prompts) + drawn,
+        [greedy] * len(prompts) + beside,
         options.concurrency + 1,
         k=subject.k,
     )
@@ -411,7 +412,7 @@ def _sampled_tests(
 ) -> Iterator[SampledTest]:
     """Yield the tests of first and second tokens of some prompts."""
     options, server = subject.options, subject.server
-    if not options.samples:
+    if not options.samples or not server.draws:
         return
     prompts = _served_prompts(subject, server.routes[0], "short", texts[: options.sampled_prompts])
     significance = options.alpha / (2 * len(prompts))

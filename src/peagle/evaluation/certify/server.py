@@ -67,6 +67,7 @@ class ScoringServer:
         num_top: number of likeliest tokens that it gives at a position, 20 or 5.
         has_echo: it gives the log-probabilities of a prompt too, which it then computes as a whole,
             without the prefix cache (ours and vLLM).
+        draws: it takes temperatures above 0.
         notes: a line for each thing that the server lacks.
 
     Raises:
@@ -92,6 +93,12 @@ class ScoringServer:
             )
         self._fields = self._accepted_fields(found[0])
         self.num_top, self.routes = self._find_logprobs(found)
+        drawn = self._probe(found[0], temperature=1.0)
+        self.draws = drawn.status == 200
+        if not self.draws:
+            self.notes.append(
+                f"the server refuses temperature 1 ({_words(drawn)}): sampled tokens are not tested"
+            )
         self.has_echo = "completions" in self.routes and self._find_echo(found[0])
         if not self.has_echo:
             self.notes.append("the server echoes no prompt: no answer is scored anew as a prompt")
