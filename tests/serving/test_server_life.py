@@ -225,7 +225,7 @@ def test_on_a_gpu_the_memory_plan_needs_no_flag(
 ) -> None:
     info = EngineInfo(64, 320, 4, {"peagle": 7}, {}, device, {"peagle": "memory on it\n  KV cache"})
     config = SimpleNamespace(chat_template=None, parse_special_tokens=False)
-    service: Any = SimpleNamespace(name="a model", config=config)
+    service: Any = SimpleNamespace(name="a model", config=config, recorder=None)
     spec = EngineSpec("target", {"peagle": None}, EngineConfig(), show_memory=is_asked)
     monkeypatch.setattr(served, "Tokenizer", lambda *_, **__: None)
     lines: list[str] = []
