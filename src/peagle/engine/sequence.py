@@ -163,10 +163,7 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         """Return whether `prefill_end` tokens are not all computed yet."""
-        num_missing = len(self.token_ids) - self.num_computed_tokens
-        if num_missing > 1:
-            return True
-        return num_missing == 1 and self.samples_prompt and not self.num_output_tokens
+        return self.num_computed_tokens < self.prefill_end
 
     @property
     def waits_for_grammar(self) -> bool:

@@ -257,9 +257,9 @@ class DecodeBuffers:
         """
         values = [self._values(sequence, vocab_size) for sequence in rows.values()]
         ints, floats = [list(column) for column in zip(*values, strict=True)]
-        texts = {row: s.token_ids for row, s in rows.items() if s is not None and s.has_copies}
-        if self._text_BL is None:
-            texts = {}
+        texts = dict[int, list[int]]()
+        if self._text_BL is not None:
+            texts = {row: s.token_ids for row, s in rows.items() if s is not None and s.has_copies}
         longest = max(map(len, texts.values()), default=0)
         texts_NL = np.zeros((len(texts), longest), dtype=np.int32)
         for own_L, tokens in zip(texts_NL, texts.values(), strict=True):

@@ -147,20 +147,22 @@ def pack_rows(
         max_model_len: positions from here on write no KV.
     """
     lens_B, first_B = np.array([len(row) for row in rows]), np.array(first)
-    start_loc = _starts(lens_B)
-    sequences_T = np.repeat(np.arange(len(rows)), lens_B)
-    positions_T = (first_B - start_loc[:-1])[sequences_T] + np.arange(len(sequences_T))
+    start_loc, sequences_T, offset_T = _spread(lens_B)
+    positions_T = first_B[sequences_T] + offset_T
     slots_T = _host_slots(block_tables_BM, sequences_T, positions_T, block_size, max_model_len)
     tokens_T = np.fromiter(chain.from_iterable(rows), np.int64, len(sequences_T))
     arrays = tokens_T, positions_T, slots_T, start_loc, first_B + lens_B, sequences_T
     return TargetBatch(*map(torch.from_numpy, arrays))
 
 
-def _starts(lens_B: np.ndarray) -> np.ndarray:
-    """Return the first row of each sequence, and the number of all rows."""
+def _spread(lens_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the first row of each sequence and the number of all rows, [B + 1]; of each row the
+    sequence, and the rows of that one before it.
+    """
     start_loc = np.zeros(len(lens_B) + 1, dtype=np.int64)
     np.cumsum(lens_B, out=start_loc[1:])
-    return start_loc
+    sequences_R = np.repeat(np.arange(len(lens_B)), lens_B)
+    return start_loc, sequences_R, np.arange(len(sequences_R)) - start_loc[sequences_R]
 
 
 def _host_slots(
@@ -216,9 +218,7 @@ def expand_draft_batch(
     )
     masks_B, first_row_B = num_mask_slots_B.numpy(), target_start_loc.numpy()[:-1]
     num_target_rows, lens_B = len(tokens_T), accepted_B + 1 + masks_B
-    start_loc = _starts(lens_B)
-    sequences_S = np.repeat(np.arange(len(lens_B)), lens_B)
-    offset_S = np.arange(len(sequences_S)) - start_loc[sequences_S]
+    start_loc, sequences_S, offset_S = _spread(lens_B)
     is_ntp_S = offset_S <= accepted_B[sequences_S]
     row_S = np.where(is_ntp_S, first_row_B[sequences_S] + offset_S, num_target_rows)
     last_ntp_B = start_loc[:-1] + accepted_B
