@@ -242,7 +242,7 @@ def figures(
     return {
         name: {
             "tokens_per_s": round(speed, 1),
-            "spread": [round(min(speeds[name]), 1), round(max(speeds[name]), 1)],
+            "by_repeat": [round(one, 1) for one in speeds[name]],
             "over_best_fixed": round(speed / best, 3),
             "over_plain": round(speed / medians["plain"], 3),
             "acceptance_length": round(1 + fmean(one.num_accepted for one in steps[name]), 3),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +206,8 @@ SHAPES = {
         peagle_layers=2,
     ),
 }
+
+SHAPES["qwen3-8b-fp8"] = replace(SHAPES["qwen3-8b"], format="fp8")
 
 
 def make_config(shape: Shape) -> Any:

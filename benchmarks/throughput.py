@@ -41,7 +41,7 @@ from peagle import LLM, SamplingParams  # noqa: E402
 from peagle.cli.mix import Share, apply_mix, read_mix  # noqa: E402
 from peagle.cli.setup import quiet_libraries  # noqa: E402
 from peagle.config import MAX_SPECULATIVE_TOKENS, DType  # noqa: E402
-from peagle.config.engine import KVCacheDType  # noqa: E402
+from peagle.config.engine import Fp8Activations, KVCacheDType  # noqa: E402
 from peagle.config.speculative import Quantization  # noqa: E402
 from peagle.engine.placement import resolve_device, resolve_dtype  # noqa: E402
 from peagle.environment import environment  # noqa: E402
@@ -70,6 +70,7 @@ def main() -> None:
         "shape": args.shape,
         "method": args.method,
         "quantization": llm.target.quantization,
+        "fp8_activations": llm.target.fp8_activations,
         "kv_cache_dtype": llm.target.kv_cache_dtype,
         "k": args.k if rates else 0,
         "k_per_batch_size": args.k_per_batch_size,
@@ -113,6 +114,12 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--device", default="auto")
     options.add_argument("--dtype", default="auto", choices=get_args(DType))
     options.add_argument("--quantization", choices=get_args(Quantization), help="as the engine's")
+    options.add_argument(
+        "--fp8-activations",
+        default="off",
+        choices=get_args(Fp8Activations),
+        help="as the engine's; auto needs --checkpoint of a shape in FP8 (off)",
+    )
     options.add_argument("--kv-cache-dtype", default="auto", choices=get_args(KVCacheDType))
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument(
@@ -143,6 +150,8 @@ def _check(args: argparse.Namespace) -> None:
             f"--quantization is {args.quantization!r}, but {args.shape} is published in "
             f"{SHAPES[args.shape].format}: leave it out."
         )
+    if args.fp8_activations == "auto" and args.checkpoint is None:
+        raise UserError("--fp8-activations is 'auto'; it needs --checkpoint DIR.")
     drafts = 0
     if args.method != "none":
         drafts, most = args.k, MAX_SPECULATIVE_TOKENS
@@ -176,7 +185,9 @@ def build(args: argparse.Namespace, rates: list[float] | None) -> LLM:
     else:
         if not (base / "config.json").is_file():
             write_checkpoint(shape, base, dtype, device)
-        target = TargetModel.load(base, dtype=dtype, device=device)
+        target = TargetModel.load(
+            base, dtype=dtype, device=device, fp8_activations=args.fp8_activations
+        )
     if args.quantization:
         quantize_model(target.model, args.quantization, device, unpack=device.type != "cuda")
         target.quantization = args.quantization
