@@ -309,7 +309,6 @@ def fp8() -> dict[str, dict[str, Any]]:
     types |= dict.fromkeys(("out_ptr", "bias_ptr"), "*bf16")
     for capability in (89, 90):
         for rows in (16, 128, 512):
-            x = {"x_ptr": "*bf16"} if rows == 16 else {}  # quantised by the product
             config = choose_fp8(rows, 4096, 4096, DeviceLimits(132, SHARED_BYTES[capability]))
             constants: dict[str, Any] = {
                 "BLOCK_M": config.block_m,
@@ -321,7 +320,7 @@ def fp8() -> dict[str, dict[str, Any]]:
             }
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
             found[f"{capability} {rows}"] = compile_kernel(
-                *(fp8_linear_triton.linear_kernel, ASTSource, types | x, constants, options),
+                *(fp8_linear_triton.linear_kernel, ASTSource, types, constants, options),
                 ("num_rows",),
                 capability,
             )
@@ -331,7 +330,7 @@ def fp8() -> dict[str, dict[str, Any]]:
 def quantising(*, tiled: bool) -> dict[str, Any]:
     """`quantise_kernel`."""
     types = {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16"}
-    constants: dict[str, Any] = {"ROWS": 4, "TILED": tiled}
+    constants: dict[str, Any] = {"ROWS": 4, "LARGEST": 448.0, "TILED": tiled}
     kernel, options = fp8_linear_triton.quantise_kernel, {"num_warps": 4}
     return compile_kernel(kernel, ASTSource, types, constants, options, ("num_rows",))
 

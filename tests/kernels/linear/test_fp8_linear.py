@@ -92,14 +92,11 @@ def test_products_of_the_same_numbers(rows: int, device: str) -> None:
 def test_every_way_to_cut_a_product(config: Any, split_k: int, device: str) -> None:
     torch.manual_seed(0)
     q, scale = make_weight(N, 384, device)  # the last of four shares is empty
-    numbers = torch.randn(35, 384, device=device)
-    x = quantise(numbers)
+    x = quantise(torch.randn(35, 384, device=device))
     config = Fp8Config(*(config.block_m, config.block_n, 4, 2, config.wx, split_k))
     for _ in range(2):  # counters are zero again
         out = triton_product(x, q, scale, dtype=torch.float32, config=config)
         assert distance(out, F.linear(x.dequantise().double(), plain(q, scale))) < 1e-5
-    inside = triton_product(numbers, q, scale, dtype=torch.float32, config=config)
-    assert torch.equal(inside, out)
 
 
 @pytest.mark.parametrize("device", DEVICES)

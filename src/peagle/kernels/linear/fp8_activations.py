@@ -81,6 +81,7 @@ def quantise(x: Tensor, *, tiled: bool = False) -> QuantisedRows:
             k,
             padded,
             ROWS=_QUANTISED_ROWS,
+            LARGEST=torch.finfo(FP8).max,
             TILED=tiled,
             num_warps=4,
         )

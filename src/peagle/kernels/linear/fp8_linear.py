@@ -21,8 +21,6 @@ from peagle.kernels.linear.fp8_activations import BLOCK, QuantisedRows, quantise
 
 # Rows that Triton multiplies where the library can too, at most (H200, docs/lab/roofline.md).
 MAX_ROWS = 128
-# Rows that the product quantises itself, at most: each program quantises all inputs that it reads.
-_INSIDE_ROWS = 16
 _MIN_BLOCKS = 4  # of K, in a share of a sum
 _LIBRARY_CAPABILITY = (9, 0)
 _LIBRARY_CUDA = (12, 9)  # cuBLAS has block scales from this version on
@@ -88,11 +86,11 @@ def fp8_linear(x: Tensor, q_NK: Tensor, scale: Tensor, bias_N: Tensor | None = N
     schema="(Tensor x, Tensor q, Tensor scale, Tensor? bias) -> Tensor",
 )
 def _fp8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    x, num_rows = x.contiguous(), x.shape[0]
-    if num_rows > MAX_ROWS and x.dtype == torch.bfloat16 and not library_obstacle(x.device):
-        return library_product(quantise(x), q, scale, bias)
-    rows = x if num_rows <= _INSIDE_ROWS else quantise(x)
-    config = choose_config(num_rows, *q.shape, DeviceLimits.of(x.device))
+    rows = quantise(x.contiguous())
+    if rows.num_rows > MAX_ROWS and x.dtype == torch.bfloat16 and not library_obstacle(x.device):
+        return library_product(rows, q, scale, bias)
+    n, k = q.shape
+    config = choose_config(rows.num_rows, n, k, DeviceLimits.of(x.device))
     return triton_product(rows, q, scale, bias, dtype=x.dtype, config=config)
 
 
@@ -118,7 +116,7 @@ def split_for(programs: float, k: int, num_sms: int) -> int:
 
 
 def triton_product(
-    x: QuantisedRows | Tensor,
+    x: QuantisedRows,
     q_NK: Tensor,
     scale: Tensor,
     bias_N: Tensor | None = None,
@@ -126,18 +124,12 @@ def triton_product(
     dtype: torch.dtype = torch.bfloat16,
     config: Fp8Config,
 ) -> Tensor:
-    """Multiply in Triton, [M, N]; the arguments are those of `fp8_linear`.
-
-    A tensor x, [M, K] and contiguous, is quantised by the programs that multiply it.
-    """
+    """Multiply in Triton, [M, N]; the arguments are those of `fp8_linear`."""
     from peagle.kernels.linear import fp8_linear_triton
 
     n, k = q_NK.shape
     assert n % BLOCK == 0 and BLOCK % config.block_n == 0 and n % (2 * config.block_n) == 0
     assert q_NK.is_contiguous() and scale.is_contiguous()
-    if isinstance(x, Tensor):
-        x = QuantisedRows(x, scale, x.shape[0])  # the scale is not looked at
-    assert x.q.shape[1] == k and x.q.is_contiguous()
     out = torch.empty(x.num_rows, n, dtype=dtype, device=q_NK.device)
     tiles, columns = -(-x.num_rows // config.block_m), n // (2 * config.block_n)
     if tiles == 0:

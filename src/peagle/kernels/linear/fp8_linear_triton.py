@@ -13,7 +13,6 @@ from peagle.kernels.linear.packed_weights_triton import TILE_BYTES
 from peagle.kernels.linear.split_sums_triton import add_shares
 
 BLOCK = tl.constexpr(128)  # inputs, and rows of the weight, that share a scale
-LARGEST = tl.constexpr(448.0)  # number in float8e4nv
 # The four numbers of a word ($1): of each half, the second of a pair in the high byte.
 _WORD_ASM = tl.constexpr(
     """{
@@ -28,16 +27,6 @@ _WORD_ASM = tl.constexpr(
 )
 
 
-@triton.jit
-def quantise_block(x):
-    """Return x / scale in float8e4nv, [rows, 128], and scale, the largest magnitude of a row over
-    LARGEST.
-    """
-    x = x.to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / LARGEST
-    return (x / scale[:, None]).to(tl.float8e4nv), scale
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def quantise_kernel(
     q_ptr,  # float8e4nv [M, K], contiguous
@@ -47,9 +36,10 @@ def quantise_kernel(
     num_k,
     stride_scale,
     ROWS: tl.constexpr,
+    LARGEST: tl.constexpr,
     TILED: tl.constexpr,  # put the inputs into the order of tiled weights
 ):
-    """Write 128 inputs of ROWS rows as `quantise_block` gives them."""
+    """q = x / scale, where scale is the largest magnitude of a row's 128 inputs over LARGEST."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     is_row = rows < num_rows
@@ -59,7 +49,9 @@ def quantise_kernel(
     if TILED:  # `fp8_activations.tiled_inputs`
         k = place // 64 * 64 + place // 4 % 4 * 16 + (1 - place % 2) * 8
         k += place // 16 % 4 * 2 + place // 2 % 2
-    q, scale = quantise_block(tl.load(x_ptr + first + k, mask=is_row[:, None], other=0.0))
+    x = tl.load(x_ptr + first + k, mask=is_row[:, None], other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / LARGEST
+    q = (x / scale[:, None]).to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + first + place, q, mask=is_row[:, None])
     tl.store(scale_ptr + block * stride_scale + rows, scale, mask=is_row)
 
@@ -110,9 +102,8 @@ def _add_block(
 
 @triton.jit
 def multiply_tile(
-    x_ptr,  # [rows, K], contiguous: float8e4nv, with TILED in the order of `tiled_inputs`; other
-    # types are quantised here
-    x_scale_ptr,  # float32 [K / 128, stride_x_scale], of float8e4nv
+    x_ptr,  # float8e4nv [rows, K], contiguous; with TILED in the order of `tiled_inputs`
+    x_scale_ptr,  # float32 [K / 128, stride_x_scale]
     row,  # int [BLOCK_M]: rows of x
     is_row,
     w_ptr,  # float8e4nv [N, K], contiguous; with TILED the uint8 of `PackedWeight.data`
@@ -152,10 +143,7 @@ def multiply_tile(
     for block in tl.range(split * share, last, num_stages=STAGES):
         at = block * STRIDE
         x = tl.load(x_ptrs + block * BLOCK, mask=is_row[:, None], other=0.0)
-        if x_ptr.dtype.element_ty == tl.float8e4nv:
-            x_scale = tl.load(x_scale_ptr + block * stride_x_scale + row, mask=is_row, other=0.0)
-        else:
-            x, x_scale = quantise_block(x)
+        x_scale = tl.load(x_scale_ptr + block * stride_x_scale + row, mask=is_row, other=0.0)
         acc_a = _add_block(acc_a, x, x_scale, w_a + at, tl.load(scale_a + block), TILED, ASM, WX)
         acc_b = _add_block(acc_b, x, x_scale, w_b + at, tl.load(scale_b + block), TILED, ASM, WX)
     is_last = True
@@ -180,8 +168,8 @@ def _store_half(out_ptrs, acc, bias_ptrs, is_row, HAS_BIAS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     out_ptr,  # [M, N], contiguous
-    x_ptr,  # of `multiply_tile`
-    x_scale_ptr,
+    x_ptr,  # float8e4nv [M, K], contiguous
+    x_scale_ptr,  # float32 [K / 128, stride_x_scale]
     w_ptr,  # float8e4nv [N, K], contiguous
     w_scale_ptr,  # float32 [N / 128, K / 128], contiguous
     bias_ptr,  # [N], where HAS_BIAS
