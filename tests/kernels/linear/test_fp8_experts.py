@@ -242,8 +242,8 @@ def test_tiles_follow_the_rows() -> None:
     def label(assignments: int, experts: int, shared: int = 227 * 1024) -> str:
         return choose_config(assignments, experts, DeviceLimits(132, shared)).label
 
-    assert label(32 * 128, 128) == label(64 * 128, 128) == "xw m64 n64 w4 st3 s1"
-    assert label(64 * 128 + 1, 128) == "xw m128 n64 w8 st3 s1"
+    assert label(32 * 128, 128) == label(256 * 128, 128) == "xw m64 n64 w4 st4 s1"
+    assert label(256 * 128 + 1, 128) == "xw m128 n64 w8 st3 s1"
     assert label(1 << 20, 1, 65_536) == "xw m128 n64 w8 st2 s1"
 
 

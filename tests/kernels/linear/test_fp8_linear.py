@@ -131,12 +131,16 @@ def test_parameters_follow_the_rows() -> None:
         return choose_config(rows, n, k, limits).label
 
     # q/k/v and down of Qwen3-8B
-    assert label(1, 6144, 4096) == label(16, 6144, 4096) == "wx m16 n64 w4 st3 s4"
-    assert label(17, 6144, 4096) == "xw m64 n32 w4 st4 s2"
+    assert label(1, 6144, 4096) == label(16, 6144, 4096) == "wx m16 n64 w4 st4 s4"
+    assert label(17, 6144, 4096) == label(32, 6144, 4096) == "wx m32 n64 w4 st4 s4"
+    assert label(33, 6144, 4096) == "xw m64 n32 w4 st4 s2"
     assert label(128, 6144, 4096) == "xw m64 n32 w4 st4 s1"
-    assert label(16, 4096, 12288) == "wx m16 n64 w4 st3 s8"
+    assert label(16, 4096, 12288) == "wx m16 n64 w4 st4 s4"
+    # Sums over many inputs are shared by more programs than there are multiprocessors.
+    assert label(64, 4096, 4096) == "xw m64 n32 w4 st4 s2"
+    assert label(64, 4096, 12288) == "xw m64 n32 w4 st4 s4"
     assert label(129, 4096, 12288) == "xw m128 n64 w8 st3 s4"
-    assert label(1, 128, 128) == "wx m16 n64 w4 st3 s1"
+    assert label(1, 128, 128) == "wx m16 n64 w4 st4 s1"
     assert label(500, 4096, 4096, DeviceLimits(40, 65_536)) == "xw m128 n64 w8 st2 s1"
 
 

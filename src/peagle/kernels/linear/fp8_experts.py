@@ -25,12 +25,14 @@ from peagle.kernels.linear.packed_weights import PackedWeight
 # Assignments of an expert on average, from which on FP8 activations are used: with fewer the
 # products are bound by the bytes of the weights, which are the same (docs/lab/roofline.md).
 MIN_ROWS = 32
-_LOW, _TALL = Fp8Config(64, 64, 4, 3), Fp8Config(128, 64, 8, 3)
+# The fastest ones of an H200 up to `_LOW_ROWS` assignments of an expert, and beyond.
+_LOW, _TALL = Fp8Config(64, 64, 4, 4), Fp8Config(128, 64, 8, 3)
+_LOW_ROWS = 256
 
 
 def choose_config(num_assignments: int, num_experts: int, limits: DeviceLimits) -> Fp8Config:
-    """Return the parameters of both products: tiles have about as many rows as an expert."""
-    config = _LOW if num_assignments <= _LOW.block_m * num_experts else _TALL
+    """Return the parameters of both products."""
+    config = _LOW if num_assignments <= _LOW_ROWS * num_experts else _TALL
     stages = min(config.num_stages, max(1, limits.shared_bytes // config.stage_bytes()))
     return replace(config, num_stages=stages)
 

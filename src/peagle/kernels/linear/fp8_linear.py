@@ -21,7 +21,8 @@ from peagle.kernels.linear.fp8_activations import BLOCK, QuantisedRows, quantise
 
 # Rows that Triton multiplies where the library can too, at most (H200, docs/lab/roofline.md).
 MAX_ROWS = 128
-_MIN_BLOCKS = 4  # of K, in a share of a sum
+_MIN_BLOCKS = 4  # of 128 inputs, in a share of a sum
+_LONG_SHARE = 32  # blocks, from which on a share is cut in two where the card has room
 _LIBRARY_CAPABILITY = (9, 0)
 _LIBRARY_CUDA = (12, 9)  # cuBLAS has block scales from this version on
 
@@ -57,8 +58,12 @@ class Fp8Config:
         return (self.block_m + 2 * self.block_n) * BLOCK
 
 
-# The fastest ones of an H200 by the most rows that they are used for.
-_CONFIGS = ((16, Fp8Config(16, 64, 4, 3, wx=True)), (MAX_ROWS, Fp8Config(64, 32, 4, 4)))
+# The fastest ones of an H200 by the most rows that they are used for (docs/lab/roofline.md).
+_CONFIGS = (
+    (16, Fp8Config(16, 64, 4, 4, wx=True)),
+    (32, Fp8Config(32, 64, 4, 4, wx=True)),
+    (MAX_ROWS, Fp8Config(64, 32, 4, 4)),
+)
 _MANY_ROWS = Fp8Config(128, 64, 8, 3)
 
 
@@ -108,9 +113,12 @@ def choose_config(num_rows: int, n: int, k: int, limits: DeviceLimits) -> Fp8Con
 
 
 def split_for(programs: float, k: int, num_sms: int) -> int:
-    """Return the shares of K with which there is about a program for each multiprocessor."""
-    split = 1
-    while programs * split < num_sms and k // BLOCK >= 2 * split * _MIN_BLOCKS:
+    """Return the shares of K: about a program for each multiprocessor, or two with long shares."""
+    split, blocks = 1, k // BLOCK
+    while blocks >= 2 * split * _MIN_BLOCKS:
+        is_long = blocks > _LONG_SHARE * split and programs * split <= num_sms
+        if 8 * programs * split >= 7 * num_sms and not is_long:
+            break
         split *= 2
     return split
 
