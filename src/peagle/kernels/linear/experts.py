@@ -211,7 +211,7 @@ def run_experts(
 ) -> Tensor:
     """Compute the weighted sum of the chosen experts' outputs in Triton, [T, H].
 
-    A compiler sees the operator `peagle::experts`.
+    A compiler sees the operator `peagle::experts`, and joins the sum with what follows.
 
     Args:
         x_TH: the tokens' states.
@@ -220,10 +220,9 @@ def run_experts(
         experts: the weights of the layer.
     """
     up, down, gate = experts.gate_up, experts.down, experts.gate
-    return torch.ops.peagle.experts(
+    y_SH = torch.ops.peagle.experts(
         x_TH,
         index_TC,
-        weight_TC,
         [up.data, down.data],
         [up.scale, down.scale],
         [up.zero, down.zero],
@@ -234,6 +233,10 @@ def run_experts(
         ],
         [gate.alpha, gate.limit],
     )
+    if torch.compiler.is_compiling():
+        y_TCH = y_SH.view(*weight_TC.shape, -1)
+        return (y_TCH.float() * weight_TC[..., None].float()).sum(1).to(y_SH.dtype)
+    return weighted_sum(y_SH, weight_TC)
 
 
 def layout_of(weight: PackedWeight) -> list[int]:
@@ -253,13 +256,12 @@ def make_weight(
 @torch.library.custom_op(
     "peagle::experts",
     mutates_args=(),
-    schema="(Tensor x, Tensor index, Tensor weight, Tensor[] data, Tensor?[] scale, "
-    "Tensor?[] zero, Tensor?[] bias, int[] layout, float[] gate) -> Tensor",
+    schema="(Tensor x, Tensor index, Tensor[] data, Tensor?[] scale, Tensor?[] zero, "
+    "Tensor?[] bias, int[] layout, float[] gate) -> Tensor",
 )
 def _experts(
     x: Tensor,
     index: Tensor,
-    weight: Tensor,
     data: list[Tensor],
     scale: list[Tensor | None],
     zero: list[Tensor | None],
@@ -275,9 +277,9 @@ def _experts(
     index_S = index.reshape(-1)
     experts = ExpertWeights(up, down, Gate(kind, *gate), bias[0], bias[1], bool(is_fp8))
     if uses_fp8(experts, index_S.numel()):
-        return weighted_sum(experts_in_fp8(x, index_S, experts, chosen), weight)
+        return experts_in_fp8(x, index_S, experts, chosen)
     if uses_library(x, up, index_S.numel()):
-        return weighted_sum(experts_of_many(x, index_S, experts, chosen), weight)
+        return experts_of_many(x, index_S, experts, chosen)
     up_config, down_config = (
         choose_config(index_S.numel(), num_experts, w, registers=can_use_registers(x, w))
         for w in (up, down)
@@ -290,18 +292,17 @@ def _experts(
         x, up, bias[0], experts.gate,
         index_S=index_S, plan=plans.get(up_config.block_m), chosen=chosen, config=up_config,
     )  # fmt: skip
-    y_SH = grouped_product(
+    return grouped_product(
         inner_SI, down, bias[1],
         index_S=index_S, plan=plans.get(down_config.block_m), config=down_config,
     )  # fmt: skip
-    return weighted_sum(y_SH, weight)
 
 
 @_experts.register_fake
-def _(x: Tensor, index: Tensor, weight: Tensor, data: list, *others: list) -> Tensor:
+def _(x: Tensor, index: Tensor, data: list, *others: list) -> Tensor:
     scale, zero, _, layout, _ = others
     down = make_weight(data[1], scale[1], zero[1], layout[5:10])
-    return x.new_empty(index.shape[0], down.num_outputs)
+    return x.new_empty(index.numel(), down.num_outputs)
 
 
 def run_experts_reference(
