@@ -308,6 +308,23 @@ def test_too_few_minutes_end_it_before_the_work(
 
 
 @pytest.mark.parametrize(
+    ("head", "changes", "fits"),
+    [
+        ("peagle", [], True),
+        ("peagle", ["correction.train=together"], False),
+        ("peagle", ["method.depth=1"], False),
+        ("peagle", ["method.name=eagle3"], False),
+        ("eagle3", [], False),
+    ],
+)
+def test_a_correction_is_fitted_on_heads_that_can_have_one(
+    head: str, changes: list[str], fits: bool
+) -> None:
+    """Else the stage fails when the head is made."""
+    assert make_head._check_overrides(head, changes) is fits
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--minutes", "0"], "--minutes is 0; expected a finite number above 0"),
@@ -316,6 +333,7 @@ def test_too_few_minutes_end_it_before_the_work(
         (["--set", "head.layers=3"], "--set: head.layers is not a known key"),
         (["--set", "run.minutes=5"], "--set run.minutes=5: `peagle make-head` plans the steps"),
         (["--set", "optimizer.steps = 9"], "and give other --minutes"),
+        (["--set", "correction.on=head"], "makes a head and its correction"),
         (["--prompts", "none.jsonl"], "'none.jsonl' is not there"),
         (["--output", "full"], "is not empty, and `peagle make-head` did not begin it"),
         (["--output", "file"], "file"),
