@@ -307,6 +307,33 @@ def test_too_few_minutes_end_it_before_the_work(
     assert commands.words == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["train=together", "learning_rate=1e-30"])
+def test_heads_without_a_fitted_correction(
+    peagle: Peagle,
+    commands: Commands,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+) -> None:
+    """Trained together there is nothing to fit; a fit that gains nothing leaves no file."""
+    target = make_target_folder(tmp_path / "target", max_position_embeddings=1024)
+    real, out = make_head.make_head_plan, tmp_path / "made"
+
+    def short(*given: Any) -> Any:
+        return replace(real(*given), prompts=10, eval_limit=1)
+
+    monkeypatch.setattr(make_head, "make_head_plan", short)
+    monkeypatch.setattr(make_head, "training_steps", lambda *_: 3)
+    words = ["make-head", target, "--output", out, *OPTIONS, "--set", f"correction.{change}"]
+    done = peagle(*words, "--minutes", 10)
+    assert done.status == 0, done.err
+    fits = ["--correction-on" in one for one in commands.words]
+    is_together = change == "train=together"
+    assert any(fits) != is_together
+    assert (out / "head" / "correction.st").is_file() == is_together
+
+
 @pytest.mark.parametrize(
     ("head", "changes", "fits"),
     [
