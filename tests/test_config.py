@@ -167,6 +167,7 @@ LOOKUP = {"method": "ngram", "model": None}
             "num_speculative_tokens is 64; expected at most 63, the most nodes of a tree, or none",
         ),
         ({"drawn_chains_from": 1.0}, 'is 1.0; expected "never" or none without parallel_drafting'),
+        ({**LOOKUP, "drawn_chains_from": 1.0}, "Leave it out"),
         (trees(max_nodes=64), "max_nodes is 64; expected a whole number from 1 to 63"),
         (trees(num_parallel_trees=17), "num_parallel_trees is 17; expected a whole number from 1"),
         (trees(prediction_depth=True), "prediction_depth is True; expected a whole number from 1"),

@@ -15,6 +15,7 @@ from peagle.doctor.findings import Examination
 from peagle.doctor.serving import examine_trees
 from peagle.models.target import TargetModel
 from tests.cli.conftest import Peagle
+from tests.corrections import add_correction
 from tests.doctor.conftest import PAIR2
 from tests.doctor.planting import FILE_FAULTS, copy_head
 from tests.serving.live import running
@@ -104,6 +105,20 @@ def test_what_an_engine_with_candidate_trees_refuses() -> None:
         (check,) = report.checks
         assert check.status == ("differs" if told else "agrees")
         assert [told in cause.evidence for cause in report.causes] == [True] * bool(told)
+
+
+def test_a_correction_that_the_engine_refuses(
+    peagle: Peagle, prompts: Path, tmp_path: Path
+) -> None:
+    head = copy_head(PAIR2 / "peagle", tmp_path / "head")
+    path = add_correction(head)
+    for status, text in ((0, "rank 4, width 8"), (1, "the engine refuses it")):
+        result = peagle("doctor", *options(head, prompts), *with_trees(), "--format", "json")
+        report = json.loads(result.out)
+        texts = {check["name"]: check["text"] for check in report["checks"]}
+        assert result.status == status and text in texts["correction"]
+        assert [cause["id"] for cause in report["causes"]] == ["correction"] * status
+        path.write_bytes(path.read_bytes()[:1000])
 
 
 def test_mistakes(peagle: Peagle, prompts: Path, tmp_path: Path) -> None:

@@ -307,6 +307,50 @@ def test_too_few_minutes_end_it_before_the_work(
     assert commands.words == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["train=together", "learning_rate=1e-30"])
+def test_heads_without_a_fitted_correction(
+    peagle: Peagle,
+    commands: Commands,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+) -> None:
+    """Trained together there is nothing to fit; a fit that gains nothing leaves no file."""
+    target = make_target_folder(tmp_path / "target", max_position_embeddings=1024)
+    real, out = make_head.make_head_plan, tmp_path / "made"
+
+    def short(*given: Any) -> Any:
+        return replace(real(*given), prompts=10, eval_limit=1)
+
+    monkeypatch.setattr(make_head, "make_head_plan", short)
+    monkeypatch.setattr(make_head, "training_steps", lambda *_: 3)
+    words = ["make-head", target, "--output", out, *OPTIONS, "--set", f"correction.{change}"]
+    done = peagle(*words, "--minutes", 10)
+    assert done.status == 0, done.err
+    fits = ["--correction-on" in one for one in commands.words]
+    is_together = change == "train=together"
+    assert any(fits) != is_together
+    assert (out / "head" / "correction.st").is_file() == is_together
+
+
+@pytest.mark.parametrize(
+    ("head", "changes", "fits"),
+    [
+        ("peagle", [], True),
+        ("peagle", ["correction.train=together"], False),
+        ("peagle", ["method.depth=1"], False),
+        ("peagle", ["method.name=eagle3"], False),
+        ("eagle3", [], False),
+    ],
+)
+def test_a_correction_is_fitted_on_heads_that_can_have_one(
+    head: str, changes: list[str], fits: bool
+) -> None:
+    """Else the stage fails when the head is made."""
+    assert make_head._check_overrides(head, changes) is fits
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -316,6 +360,7 @@ def test_too_few_minutes_end_it_before_the_work(
         (["--set", "head.layers=3"], "--set: head.layers is not a known key"),
         (["--set", "run.minutes=5"], "--set run.minutes=5: `peagle make-head` plans the steps"),
         (["--set", "optimizer.steps = 9"], "and give other --minutes"),
+        (["--set", "correction.on=head"], "makes a head and its correction"),
         (["--prompts", "none.jsonl"], "'none.jsonl' is not there"),
         (["--output", "full"], "is not empty, and `peagle make-head` did not begin it"),
         (["--output", "file"], "file"),

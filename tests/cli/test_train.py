@@ -126,6 +126,7 @@ def test_text_progress_names_everything(
             "none' is not there; expected a folder with config.json",
         ),
         (["CONFIG", "--set", "correction.rank=0"], "correction.rank is 0"),
+        (["CONFIG", "--set", "correction.rank=1000000000"], "less than or equal to 8192"),
         (
             ["CONFIG", "--correction-on", ".", "--set", "method.name=eagle3"],
             "method.name 'eagle3' and method.depth 3; expected 'peagle' and at least 2",

@@ -148,12 +148,25 @@ def test_a_broken_file_is_refused(head: Path, target: TargetModel) -> None:
 
     def save(changes: dict[str, Any], facts: dict[str, str] | None = None) -> str:
         save_file(tensors | changes, path, metadata if facts is None else facts)
-        return refusal(head, target)
+        message = refusal(head, target)
+        assert "--correction-on" in message or "Upgrade" in message
+        return message
 
     assert "expected the tensors" in save({"slots": torch.zeros(3)})
+    assert "expected the tensors" in save({"slots": torch.zeros(0, 8)})
     assert "expected {" in save({"tokens.weight": torch.zeros(2, 2)})
-    assert "no finite numbers" in save({"slots": tensors["slots"] * torch.nan})
+    assert "expected {" in save(
+        {"slots": torch.zeros(1, 10**6), "up.weight": torch.zeros(10**6, 1)}
+    )
+    assert "expected finite numbers" in save({"slots": tensors["slots"] * torch.nan})
+    assert "is torch.float8_e4m3fn" in save({"slots": tensors["slots"].to(torch.float8_e4m3fn)})
+    wide = random_correction(48).state_dict()
+    assert "hidden_size of 48; expected the head's, 32" in save(wide)
     assert "does not say which head" in save({}, {})
+    assert "nested more than" in save({}, {key: "[" * 10**5})
+    assert "head is 'x'; expected an object" in save(
+        {}, {key: json.dumps({"format_version": 1, "head": "x"})}
+    )
     newer = json.dumps({**json.loads(metadata[key]), "format_version": 99})
     assert "Upgrade peagle" in save({}, {key: newer})
     facts = json.loads(metadata[key])

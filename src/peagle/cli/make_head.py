@@ -135,7 +135,7 @@ def make_head(
 
         table_files(prompts)  # refuses a missing file
     overrides = [*(_FREEZE if freeze else ()), *(overrides or ())]
-    _check_overrides(head, overrides)
+    fits_correction = _check_overrides(head, overrides)
     check_paths(target)
     from peagle.models.loading import resolve_model
 
@@ -158,7 +158,17 @@ def make_head(
     with locked(work):
         stages = Stages(journal, options, text_output)
         maker = _Maker(
-            stages, output, target, folder, prompts, head, thinking, longest, on_gpu, overrides
+            stages,
+            output,
+            target,
+            folder,
+            prompts,
+            head,
+            fits_correction,
+            thinking,
+            longest,
+            on_gpu,
+            overrides,
         )
         (output / "head.toml").write_text(_config_text(folder, head, on_gpu), encoding="utf-8")
         if not stages.done:
@@ -191,6 +201,7 @@ class _Maker:
         folder: Path,
         prompts: Path | None,
         head: str,
+        fits_correction: bool,
         thinking: bool | None,
         longest: int,
         on_gpu: bool,
@@ -199,6 +210,7 @@ class _Maker:
         self._stages, self._output = stages, output
         self._target, self._folder = target, folder
         self._own_prompts, self._head, self._on_gpu = prompts, head, on_gpu
+        self._fits_correction = fits_correction
         self._num_processes = 1 if prompts else _num_processes(folder, on_gpu)
         self._prompts = [prompts] if prompts else self._files("prompts")
         self._answers = self._files("answers")
@@ -251,8 +263,7 @@ class _Maker:
         answer_tokens = step_tokens * trained["steps_per_epoch"] / in_first
         step_s = step_tokens / trained["tokens_per_s"]
         starts["train"] = stage.seconds - trained["step"] * step_s
-        has_correction = self._head == "peagle"
-        if has_correction:
+        if self._fits_correction:
             starts["correction"] = starts["train"]
         starts["eval"] = 1.5 * start  # two engines, one target
         return HeadProbe(
@@ -267,7 +278,7 @@ class _Maker:
             step_tokens,
             2 * answer_s * self._num_processes * share * at_once / _EVAL_AT_ONCE,
             len(self._sets),
-            has_correction,
+            self._fits_correction,
         )
 
     def make(self, plan: HeadPlan, probe: HeadProbe, minutes: float) -> None:
@@ -434,8 +445,10 @@ def _most_seconds(stage: Stage) -> float:
     return max(result["seconds"] for result in (stage.result, *stage.results))
 
 
-def _check_overrides(head: str, overrides: Sequence[str]) -> None:
-    """Refuse wrong values of the training configuration.
+def _check_overrides(head: str, overrides: Sequence[str]) -> bool:
+    """Return whether a correction is fitted on the head that these values ask for.
+
+    None is fitted on an EAGLE-3 head, on one of a single draft, or where it is trained together.
 
     Raises:
         UserError: a value is wrong; it names the key.
@@ -452,9 +465,16 @@ def _check_overrides(head: str, overrides: Sequence[str]) -> None:
         config = Path(folder) / "head.toml"
         config.write_text(_config_text(Path(folder), head, False), encoding="utf-8")
         try:
-            TrainConfig.read(config, [f"run.minutes={_PROBE_MINUTES}", *overrides])
+            read = TrainConfig.read(config, [f"run.minutes={_PROBE_MINUTES}", *overrides])
         except UserError as error:
             raise UserError(str(error).replace(repr(str(config)), "--set")) from None
+    if (on := read.correction.on) is not None:
+        raise UserError(
+            f"--set correction.on is {str(on)!r}; expected none: `peagle make-head` makes a head "
+            "and its correction. Use `peagle train --correction-on` for one that is there."
+        )
+    method = read.method
+    return method.name == "peagle" and method.depth > 1 and not read.correction.is_trained
 
 
 def _resumed(folder: Path) -> list[str]:

@@ -117,7 +117,7 @@ class Stages:
         Args:
             name: name of the stage.
             arguments: words of the command.
-            outputs: files that the stage writes.
+            outputs: files that the stage writes; a fit writes no correction that drafts no better.
             result: reads the figures from files; without it, standard output is one JSON object.
             going_on: further words that let the command resume after an interruption.
             beside: words of further commands that run side by side with the first; each prints one
@@ -150,7 +150,7 @@ class Stages:
             name,
             words,
             time.monotonic() - start,
-            {str(path.absolute()): path.stat().st_size for path in outputs},
+            {str(path.absolute()): path.stat().st_size for path in outputs if path.is_file()},
             json.loads(texts[0]) if result is None else result(),
             others,
             list(map(json.loads, texts[1:])),

@@ -296,7 +296,8 @@ class SpeculativeConfig:
             self._check_trees({"max_nodes": min(k or DEFAULT_K, MAX_TREE_NODES)}, "prompt_lookup")
         elif (first := self.drawn_chains_from) not in (None, NEVER):
             expected = f'"{NEVER}" or none without {_TREES}'
-            require(False, "drawn_chains_from", first, expected, f'Set {_TREES} to "{AUTO}" too.')
+            remedy = f'Set {_TREES} to "{AUTO}" too.' if self.method != "ngram" else "Leave it out."
+            require(False, "drawn_chains_from", first, expected, remedy)
         self._check_lookup_lengths()
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_schedule(self.num_speculative_tokens_per_batch_size)

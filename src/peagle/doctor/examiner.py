@@ -25,6 +25,7 @@ from peagle.doctor.serving import (
     EndpointServing,
     EngineServing,
     Serving,
+    examine_correction,
     examine_serving,
     examine_trees,
 )
@@ -124,6 +125,8 @@ def run_doctor(
     else:
         serving = EndpointServing(backend) if backend else EngineServing(model, folder, k)
     report = examine(probe, folder, serving)
+    if isinstance(serving, EngineServing) and report.is_healthy:
+        examine_correction(folder, model, report)
     if trees is not None:
         progress("the engine starts with candidate trees")
         examine_trees(model, folder, trees, engine, report)

@@ -30,6 +30,7 @@ CAUSES = {
     "wrong_target": "wrong target",
     "weights": "weights",
     "training": "trained too little",
+    "correction": "correction of the drafts",
     "trees": "candidate trees",
     "serving": "serving side",
 }

@@ -29,7 +29,7 @@ from peagle.evaluation.decoding import Request
 from peagle.evaluation.endpoint import EndpointBackend
 from peagle.evaluation.vllm_server import vllm_backend
 from peagle.llm import LLM
-from peagle.models.checkpoint import read_head
+from peagle.models.checkpoint import read_correction, read_head
 from peagle.models.target import TargetModel
 
 # Every second prompt is enough.
@@ -242,6 +242,20 @@ def examine_serving(serving: Serving, probe: Probe, files: HeadFiles) -> None:
         _compare_drafts(served, probe, files)
 
 
+def examine_correction(head: Path, target: TargetModel, report: Examination) -> None:
+    """Report whether our engine takes the correction beside a head, if there is one."""
+    try:
+        config = read_head(head, num_target_layers=target.num_layers).config
+        correction = read_correction(head, config)
+    except CheckpointError as error:
+        report.check("correction", "differs", "the engine refuses it")
+        report.blame("correction", "head", str(error), "Fit one again, or move the file away.")
+        return
+    if correction is not None:
+        text = f"fits the head; rank {correction.rank}, width {correction.width}"
+        report.check("correction", "agrees", text)
+
+
 def examine_trees(
     target: TargetModel, head: Path, trees: TreeShape, engine: EngineConfig, report: Examination
 ) -> None:
@@ -251,7 +265,7 @@ def examine_trees(
         engine: its sizes; settings of the target are left out.
     """
     check = "candidate trees"
-    if report.blames("weights"):
+    if report.blames("weights", "correction"):
         report.check(check, "not checked", "the engine refuses the head")
         return
     speculative = {"model": str(head), "parallel_drafting_spec": trees, "check_target": False}

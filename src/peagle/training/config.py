@@ -245,8 +245,8 @@ class CorrectionSection(_Section):
 
     train: Literal["after", "together"] = "after"
     on: Annotated[Path | None, _model("draft")] = None
-    rank: int = Field(64, ge=1)
-    width: int = Field(256, ge=1)
+    rank: int = Field(64, ge=1, le=8192)
+    width: int = Field(256, ge=1, le=8192)
     alone: float = Field(0.25, ge=0, le=0.75)
     own_drafts: float = Field(0.0, ge=0, le=0.25)
     steps: int = Field(1100, ge=1)

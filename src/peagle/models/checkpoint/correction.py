@@ -16,7 +16,8 @@ from torch import Tensor
 
 from peagle.disk import put_in_place
 from peagle.errors import CheckpointError, UserError
-from peagle.models.checkpoint.files import object_at, save_tensors
+from peagle.model_folder import parse_json
+from peagle.models.checkpoint.files import save_tensors
 from peagle.models.checkpoint.weights import head_digest
 from peagle.models.correction import Correction, DraftCorrection
 from peagle.models.drafter import Drafter, DrafterConfig
@@ -26,6 +27,11 @@ FORMAT_VERSION = 1
 _FORM = "gated"  # files of a version in between named other forms
 _KEY = "peagle_correction"  # of the file's metadata
 _SIZES = ("hidden_size", "vocab_size", "draft_vocab_size")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_REMEDY = (
+    "Fit one with `peagle train --correction-on`, move it away, or set "
+    '"correction": false in the speculative configuration.'
+)
 
 
 def head_identity(folder: str | Path, config: DrafterConfig) -> dict[str, Any]:
@@ -125,20 +131,16 @@ def read_correction(folder: str | Path, config: DrafterConfig) -> Correction | N
     path = Path(folder) / CORRECTION_NAME
     if not path.is_file():
         return None
-    remedy = (
-        "Fit one with `peagle train --correction-on`, move it away, or set "
-        '"correction": false in the speculative configuration.'
-    )
     if not config.is_parallel:
         raise CheckpointError(
             f"{str(path)!r} lies beside an EAGLE-3 head, whose drafts see each other; expected a "
-            f"P-EAGLE head. {remedy}"
+            f"P-EAGLE head. {_REMEDY}"
         )
     tensors, facts = _read(path)
     if (form := facts.get("form", _FORM)) != _FORM:
         raise CheckpointError(
             f"{str(path)!r} is a correction of the form {form!r}; expected {_FORM!r}, the only "
-            f"one. {remedy}"
+            f"one. {_REMEDY}"
         )
     version = facts.get("format_version")
     if type(version) is not int or version > FORMAT_VERSION:
@@ -147,13 +149,20 @@ def read_correction(folder: str | Path, config: DrafterConfig) -> Correction | N
             f"{FORMAT_VERSION}. Upgrade peagle."
         )
     correction = _shaped(tensors, path)
-    own, fitted = head_identity(folder, config), object_at(facts, "head")
+    own, fitted = head_identity(folder, config), facts.get("head")
+    if not isinstance(fitted, dict):
+        raise CheckpointError(f"{str(path)!r}: head is {fitted!r}; expected an object. {_REMEDY}")
     for name, value in own.items():
         if fitted.get(name) != value:
             raise CheckpointError(
                 f"{str(path)!r} was fitted on a head with {name} {fitted.get(name)!r}; the head "
-                f"beside it has {value!r}. {remedy}"
+                f"beside it has {value!r}. {_REMEDY}"
             )
+    if (size := correction.up.out_features) != config.hidden_size:
+        raise CheckpointError(
+            f"{str(path)!r} holds tensors for a hidden_size of {size}; expected the head's, "
+            f"{config.hidden_size}. {_REMEDY}"
+        )
     correction.load_state_dict(tensors)
     return correction
 
@@ -162,11 +171,21 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as reader:
             tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
-            facts = json.loads((reader.metadata() or {}).get(_KEY, "null"))
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{str(path)!r} is not readable as safetensors: {error}.") from None
+            text = (reader.metadata() or {}).get(_KEY, "null")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} is not readable as safetensors: {error}. {_REMEDY}"
+        ) from None
+    try:
+        facts = parse_json(text.encode())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{str(path)!r}: {_KEY} is not readable: {error}. {_REMEDY}"
+        ) from None
     if not isinstance(facts, dict):
-        raise CheckpointError(f"{str(path)!r} does not say which head it corrects ({_KEY}).")
+        raise CheckpointError(
+            f"{str(path)!r} does not say which head it corrects ({_KEY}). {_REMEDY}"
+        )
     return tensors, facts
 
 
@@ -179,14 +198,20 @@ def _shaped(tensors: Mapping[str, Tensor], path: Path) -> Correction:
     """
     found = {name: tuple(value.shape) for name, value in tensors.items()}
     slots, up = (found.get(name, ()) for name in ("slots", "up.weight"))
-    if not len(slots) == len(up) == 2:
-        raise CheckpointError(f"{str(path)!r} holds {found}; expected the tensors of a correction.")
+    if not len(slots) == len(up) == 2 or 0 in (*slots, *up):
+        raise CheckpointError(
+            f"{str(path)!r} holds {found}; expected the tensors of a correction. {_REMEDY}"
+        )
     (num_slots, width), (size, rank) = slots, up
-    correction = Correction(size, rank=rank, width=width, num_slots=num_slots)
+    with torch.device("meta"):  # a broken file may name any size
+        correction = Correction(size, rank=rank, width=width, num_slots=num_slots)
     expected = {name: tuple(value.shape) for name, value in correction.state_dict().items()}
     if found != expected:
-        raise CheckpointError(f"{str(path)!r} holds {found}; expected {expected}.")
+        raise CheckpointError(f"{str(path)!r} holds {found}; expected {expected}. {_REMEDY}")
     for name, value in tensors.items():
-        if not value.is_floating_point() or not bool(value.isfinite().all()):
-            raise CheckpointError(f"{str(path)!r}: {name} holds values that are no finite numbers.")
-    return correction
+        if value.dtype not in _DTYPES or not bool(value.isfinite().all()):
+            raise CheckpointError(
+                f"{str(path)!r}: {name} is {value.dtype} or holds values that are not finite; "
+                f"expected finite numbers of {', '.join(map(str, _DTYPES))}. {_REMEDY}"
+            )
+    return correction.to_empty(device="cpu")
