@@ -1,0 +1,260 @@
+"""A new draft head in the place of a running engine's: no request ends, and nothing is captured anew.
+
+The weights go into the tensors that the engine, its compiled code and its CUDA graphs read. What
+follows from them is computed again, in place; layers that keep weights in another form are refused.
+KV that the old head wrote stays with the sequences that run, where it can cost accepted drafts and
+nothing else, and no other sequence reads it.
+"""
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor, nn
+
+from peagle.config import SamplingParams
+from peagle.engine.drafting import HeadDrafting
+from peagle.engine.engine import LLMEngine
+from peagle.engine.head import load_head
+from peagle.engine.sequence import Sequence
+from peagle.errors import CheckpointError, UserError
+from peagle.models.checkpoint import read_head
+from peagle.models.comparison import near_tie_bound, relative_difference, tolerance
+from peagle.models.correction import DraftCorrection
+from peagle.models.drafter import (
+    Drafter,
+    DrafterAttention,
+    DrafterConfig,
+    DrafterLayer,
+    DrafterMLP,
+    RMSNorm,
+)
+
+_TRIAL_TOKENS = 16
+_PROBED_ROWS = 4
+# Modules whose weights are all parameters and buffers of theirs, and have no other form.
+_REWRITTEN = (
+    *(Drafter, DrafterLayer, DrafterAttention, DrafterMLP, RMSNorm, DraftCorrection),
+    *(nn.Linear, nn.Embedding, nn.ModuleList),
+)
+
+
+class HeadSwap:
+    """A head on its way into an engine: loaded and checked, tried, copied, or taken back.
+
+    Loading may happen in a thread beside the engine's. The rest belongs between two steps.
+
+    Args:
+        engine: drafts with a head.
+        folder: the new head.
+
+    Raises:
+        UserError: the engine drafts without a head.
+        CheckpointError: the head is not readable, or cannot take the place of the engine's.
+    """
+
+    def __init__(self, engine: LLMEngine, folder: str) -> None:
+        drafting, speculative = engine.drafting, engine.speculative
+        if speculative is None or not isinstance(drafting, HeadDrafting):
+            raise UserError("The engine drafts without a head; expected one to take the place of.")
+        self._engine, self._drafting = engine, drafting
+        self._drafter = drafting.proposer.drafter
+        self._speculative = replace(speculative, model=folder)
+        self._before: dict[str, Tensor] = {}
+        self._new = self._load(folder)
+
+    def _load(self, folder: str) -> Drafter:
+        """Load the new head; refuse one that differs from the engine's by more than its weights."""
+        own, target = self._drafter, self._engine.target
+        stored = read_head(folder, num_target_layers=target.num_layers)
+        if self._speculative.check_target and stored.fingerprint is None:
+            raise CheckpointError(
+                f"The head {folder!r} does not name its target (peagle.target in config.json), so "
+                "that nobody can tell whether it fits; train or convert it with peagle."
+            )
+        _check_config(stored.config, own.config, folder, self._engine.num_speculative_tokens)
+        new = load_head(target, self._speculative)
+        assert new is not None
+        for drafter, name in ((own, "that is running"), (new, repr(folder))):
+            for layer, module in drafter.named_modules():
+                if not isinstance(module, _REWRITTEN):
+                    kind = type(module).__name__
+                    raise CheckpointError(
+                        f"The head {name} has packed weights ({layer} is a {kind}), which a swap "
+                        "does not rewrite; restart the server with the new head."
+                    )
+        if (own.windows, own.reach) != (new.windows, new.reach):
+            raise CheckpointError(
+                f"The layers of the head {folder!r} look back {list(new.windows)} positions, those "
+                f"of the running head {list(own.windows)}; restart the server with the new head."
+            )
+        if (own.correction is None) != (new.correction is None):
+            has, lacks = ("no", "has one") if new.correction is None else ("a", "has none")
+            raise CheckpointError(
+                f"The head {folder!r} has {has} correction beside it, and the running head {lacks}; "
+                "restart the server with the new head."
+            )
+        theirs = {name: tensor.shape for name, tensor in _tensors(new).items()}
+        for name, tensor in _tensors(own).items():
+            if theirs.get(name) != tensor.shape:
+                raise CheckpointError(
+                    f"{name} of the head {folder!r} has the shape {list(theirs.get(name, ()))}, of "
+                    f"the running head {list(tensor.shape)}; restart the server with the new head."
+                )
+        if own.d2t is not None and new.d2t is not None and not torch.equal(own.d2t, new.d2t):
+            raise CheckpointError(
+                f"The head {folder!r} drafts from another vocabulary than the running head (d2t); "
+                "restart the server with the new head."
+            )
+        return new
+
+    def try_out(self, prompts: SequenceOf[SequenceOf[int]]) -> Iterator[None]:
+        """Decode prompts greedily with the new head and without drafts, in a small engine beside.
+
+        Yields:
+            after each step, so that the engine can go on between two.
+
+        Raises:
+            CheckpointError: outputs differ at a token that rounding does not explain.
+        """
+        engine, config = self._engine, self._engine.config
+        prompts = [prompt[: max(1, engine.max_model_len // 2)] for prompt in prompts]
+        tokens = _TRIAL_TOKENS + engine.scheduler.num_lookahead_slots
+        blocks = sum(1 + engine.blocks.blocks_for(len(prompt) + tokens) for prompt in prompts)
+        small = replace(
+            config,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=2 * len(prompts),
+            max_num_batched_tokens=256,
+            num_kv_blocks=2 * blocks,
+            kv_cache_gib=None,
+            enable_prefix_caching=False,
+            enforce_eager=True,
+        )
+        beside = LLMEngine(engine.target, small, self._speculative, drafter=self._new)
+        params = SamplingParams(max_tokens=_TRIAL_TOKENS, ignore_eos=True)
+        plain = replace(params, num_speculative_tokens=0, logprobs=2)
+        pairs = [[beside.add_request(p, one) for one in (plain, params)] for p in prompts]
+        while beside.has_unfinished:
+            beside.step()
+            yield
+        bound = near_tie_bound(engine.target.dtype)
+        for expected, found in pairs:
+            if found.error or not _is_same(expected, found, bound):
+                raise CheckpointError(
+                    f"With the head {self._speculative.model!r} a greedy output differs from the "
+                    f"one without drafts: {found.output_token_ids} in place of "
+                    f"{expected.output_token_ids}."
+                )
+
+    @torch.inference_mode()
+    def copy(self) -> None:
+        """Copy the new weights over the engine's, and see that the engine reads them.
+
+        Raises:
+            RuntimeError: it reads old ones somewhere. The engine has its own head again.
+        """
+        self._before = {n: t.to("cpu", copy=True) for n, t in _tensors(self._drafter).items()}
+        try:
+            self._write(_tensors(self._new))
+            if stale := self._find_stale():
+                raise RuntimeError(
+                    f"after the copy the engine reads other weights: {stale} differs"
+                )
+        except BaseException:
+            self.restore()
+            raise
+        self._engine.speculative = self._speculative
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Copy the old weights back, if new ones were copied."""
+        if before := self._before:
+            self._before = {}
+            self._write(before)
+
+    def _write(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in _tensors(self._drafter).items():
+            tensor.copy_(tensors[name])
+        self._drafting.derive_again()
+        self._engine.forget_drafter_kv()
+
+    def _find_stale(self) -> str:
+        """Return what differs between the engine's head and the new one; "" if nothing does.
+
+        The weights must be equal. A pass through both must be too, within the rounding of other
+        kernels: it reads what the engine's passes read.
+        """
+        new = _tensors(self._new)
+        for name, tensor in _tensors(self._drafter).items():
+            if not torch.equal(tensor, new[name]):
+                return name
+        found, expected = _probe(self._drafter), _probe(self._new)
+        if self._drafter.config.is_parallel:
+            found["h_shared"] = self._drafting.proposer.h_shared_1D
+            expected["h_shared"] = self._new.shared_hidden()
+        for name, value in expected.items():
+            if relative_difference(found[name].flatten(), value.flatten()) > tolerance(value.dtype):
+                return name
+        return ""
+
+
+def _check_config(new: DrafterConfig, own: DrafterConfig, folder: str, k: int) -> None:
+    """Refuse a head of another kind or size, or one that was trained for fewer drafts than K."""
+    if new.kind != own.kind:
+        raise CheckpointError(
+            f"{folder!r} is a {new.kind} head, and the running one is a {own.kind} head; restart "
+            "the server with the new head."
+        )
+    theirs = asdict(new)
+    for name, value in asdict(own).items():
+        if name != "trained_depth" and theirs[name] != value:
+            raise CheckpointError(
+                f"The head {folder!r} has {name} {theirs[name]}, the running head {value}; restart "
+                "the server with the new head."
+            )
+    needed = min(k, own.trained_depth or k)
+    if new.trained_depth is not None and new.trained_depth < needed:
+        raise CheckpointError(
+            f"The head {folder!r} was trained for {new.trained_depth} draft tokens; expected at "
+            f"least {needed}, as many as are served."
+        )
+
+
+def _tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """Return the tensors of a head, those of its correction included."""
+    return dict([*drafter.named_parameters(), *drafter.named_buffers()])
+
+
+def _probe(drafter: Drafter) -> dict[str, Tensor]:
+    """Return what a head computes from made-up features, part by part."""
+    config, generator = drafter.config, torch.Generator().manual_seed(0)
+    features = torch.randn(_PROBED_ROWS, config.feature_size, generator=generator)
+    rows = torch.arange(_PROBED_ROWS, device=drafter.norm.weight.device)
+    tokens = rows * (config.vocab_size - 1) // (_PROBED_ROWS - 1)
+    repeats = config.num_attention_heads // config.num_kv_heads
+
+    def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query + (key + value).repeat_interleave(repeats, -2)
+
+    found = {"fc": drafter.combine_features(features.to(drafter.norm.weight))}
+    found["layers"] = states = drafter(tokens, found["fc"], rows, attend)
+    found["lm_head"] = logits = drafter.compute_logits(states)
+    if (correction := drafter.correction) is not None:
+        inner = correction.start(drafter.normed(states).unsqueeze(0))[0]
+        found["correction"] = correction.add(logits, inner, tokens)
+    return found
+
+
+def _is_same(expected: Sequence, found: Sequence, bound: float) -> bool:
+    """Return whether two outputs are equal up to the first near-tie, within which rounding chose.
+
+    `expected` has the log-probabilities of the two likeliest tokens.
+    """
+    ours, theirs = expected.output_token_ids, found.output_token_ids
+    at = next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), None)
+    if at is None:
+        return len(ours) == len(theirs)
+    (_, best), (token, second) = expected.logprobs[at].top[:2]
+    return token == theirs[at] and best - second <= bound
