@@ -443,7 +443,7 @@ class HeadDrafting(Drafting):
 
     @torch.inference_mode()
     def derive_again(self) -> None:
-        """Compute again what follows from the head's weights, in place, after these have changed."""
+        """Compute again, in place, what follows from the head's weights, which have changed."""
         drafter = self.proposer.drafter
         if drafter.config.is_parallel:
             self.proposer.h_shared_1D.copy_(drafter.shared_hidden())

@@ -1,4 +1,4 @@
-"""A new draft head in the place of a running engine's: no request ends, and nothing is captured anew.
+"""A new draft head in the place of a running engine's, while its requests go on.
 
 The weights go into the tensors that the engine, its compiled code and its CUDA graphs read. What
 follows from them is computed again, in place; layers that keep weights in another form are refused.
@@ -90,9 +90,9 @@ class HeadSwap:
                 f"of the running head {list(own.windows)}; restart the server with the new head."
             )
         if (own.correction is None) != (new.correction is None):
-            has, lacks = ("no", "has one") if new.correction is None else ("a", "has none")
+            has, lacks = ("no", "one") if new.correction is None else ("a", "none")
             raise CheckpointError(
-                f"The head {folder!r} has {has} correction beside it, and the running head {lacks}; "
+                f"The head {folder!r} has {has} correction beside it, the running head {lacks}; "
                 "restart the server with the new head."
             )
         theirs = {name: tensor.shape for name, tensor in _tensors(new).items()}
@@ -159,9 +159,7 @@ class HeadSwap:
         try:
             self._write(_tensors(self._new))
             if stale := self._find_stale():
-                raise RuntimeError(
-                    f"after the copy the engine reads other weights: {stale} differs"
-                )
+                raise RuntimeError(f"the engine reads other weights than those copied: {stale}")
         except BaseException:
             self.restore()
             raise

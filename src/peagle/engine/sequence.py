@@ -52,7 +52,7 @@ class Sequence:
             keep their hashes when the drafter reads more.
         num_computed_tokens: tokens whose KV the target has written.
         num_drafter_tokens: slots that the drafter has written, or leaves out at the beginning.
-        has_old_drafter_kv: the drafter has had other weights while it wrote some of these slots; such
+        has_old_drafter_kv: the drafter had other weights when it wrote some of these slots: their
             blocks are not shared.
         drafter_start: first slot that the drafter's attention may read; above 0 behind a hole, and
             if the drafter reads only the end of a prompt.

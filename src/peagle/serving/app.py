@@ -23,6 +23,7 @@ from peagle.serving.answers import GenerationAnswer
 from peagle.serving.completions import answer_chat, complete
 from peagle.serving.engine_pool import Deadline
 from peagle.serving.errors import ApiError, reason_for_absence
+from peagle.serving.head_swap import HeadSwaps
 from peagle.serving.limits import LARGE_BYTES, limits_of_model, parse_body
 from peagle.serving.logs import recorded_path
 from peagle.serving.responses import respond
@@ -50,6 +51,8 @@ def create_app(service: Service) -> FastAPI:
     _add_handlers(app, service)
     _add_status(app, service)
     _add_generation(app, service)
+    if service.swaps is not None:
+        _add_admin(app, service.swaps)
     if service.config.playground:
         _add_playground(app)
     return app
@@ -240,7 +243,8 @@ def _model(service: Service) -> dict[str, Any]:
     tokenizer, info = service.loaded()
     depths = dict(info.num_speculative_tokens)
     depths.setdefault("plain", 0)
-    return {
+    head = {} if service.swaps is None else {"head": service.swaps.head.facts}
+    return head | {
         "id": service.name,
         "object": "model",
         "created": service.created,
@@ -384,6 +388,16 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             text = f"tokens has {wrong}; expected ids from 0 to {info.vocab_size - 1}."
             raise ApiError(400, text, param="tokens")
         return {"prompt": await tokenizer.decode(body.tokens)}
+
+
+# ---- administration -----------------------------------------------------------------------------
+
+
+def _add_admin(app: FastAPI, swaps: HeadSwaps) -> None:
+    @app.post("/admin/head")
+    async def swap_head(body: protocol.HeadBody) -> dict[str, Any]:
+        """Draft with another head from now on."""
+        return await swaps.swap(body.head)
 
 
 # ---- playground ---------------------------------------------------------------------------------

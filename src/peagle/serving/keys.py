@@ -83,6 +83,34 @@ def load_keys(environ: Mapping[str, str], file: str | Path | None = None) -> Api
     return ApiKeys(read_keys(environ, file))
 
 
+def load_admin_keys(
+    file: str | Path | None, allowed_heads: tuple[str, ...], keys: ApiKeys
+) -> ApiKeys:
+    """Return the keys of an administrator, who may swap the head; none where nobody may.
+
+    Args:
+        file: as in `read_keys`.
+        allowed_heads: folders that heads may come from.
+        keys: those of the clients.
+
+    Raises:
+        UserError: there are keys without folders, folders without keys, or a client's key is among
+            them; or as `read_keys`.
+    """
+    if (file is None) != (not allowed_heads):
+        given, lacking = "--admin-key-file", "--allow-heads"
+        if file is None:
+            given, lacking = lacking, given
+        raise UserError(f"{given} was given without {lacking}; swapping heads needs both.")
+    found = ApiKeys(read_keys({}, file))
+    if set(found.digests) & set(keys.digests):
+        raise UserError(
+            f"A key in {str(file)!r} opens the other routes too; expected a key of its own for the "
+            "administrator."
+        )
+    return found
+
+
 def read_keys(environ: Mapping[str, str], file: str | Path | None = None) -> tuple[str, ...]:
     """Return the keys of `file`, or else of PEAGLE_API_KEY in `environ`.
 
