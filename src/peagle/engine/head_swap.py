@@ -202,8 +202,8 @@ def _check_config(new: DrafterConfig, own: DrafterConfig, folder: str, k: int) -
     """Refuse a head of another kind or size, or one that was trained for fewer drafts than K."""
     if new.kind != own.kind:
         raise CheckpointError(
-            f"{folder!r} is a {new.kind} head, and the running one is a {own.kind} head; restart "
-            "the server with the new head."
+            f"The kind of the head {folder!r} is {new.kind}, of the running one {own.kind}; "
+            "restart the server with the new head."
         )
     theirs = asdict(new)
     for name, value in asdict(own).items():

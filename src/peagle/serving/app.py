@@ -243,8 +243,7 @@ def _model(service: Service) -> dict[str, Any]:
     tokenizer, info = service.loaded()
     depths = dict(info.num_speculative_tokens)
     depths.setdefault("plain", 0)
-    head = {} if service.swaps is None else {"head": service.swaps.head.facts}
-    return head | {
+    model: dict[str, Any] = {
         "id": service.name,
         "object": "model",
         "created": service.created,
@@ -259,6 +258,9 @@ def _model(service: Service) -> dict[str, Any]:
             ],
         },
     }
+    if service.swaps is not None:
+        model["head"] = service.swaps.head.facts
+    return model
 
 
 # ---- generation ---------------------------------------------------------------------------------
