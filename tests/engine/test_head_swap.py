@@ -301,7 +301,12 @@ def test_what_an_engine_cannot_rewrite_is_refused(
 
 
 def test_another_draft_vocabulary_is_refused(target: TargetModel, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "head_dim": 16}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 1,
+        "head_dim": 16,
+    }
     sizes |= {"num_attention_heads": 2, "num_kv_heads": 1, "vocab_size": 2048}
     sizes |= {"draft_vocab_size": 64, "target_hidden_size": 160}
     config = DrafterConfig(**sizes, aux_layer_ids=(2, 8, 13))
