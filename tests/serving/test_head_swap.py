@@ -273,11 +273,12 @@ class Engine:
         answer = self.answers.get(order.action, "")
         me: Any = self
         loop = asyncio.get_running_loop()
-        if answer == "ends":
-            loop.call_soon(self.pool._take_out_of_service, me, "ended by a fault", "engine_died")
-        elif order.action in ("load", "copy"):
-            done = HeadDone(answer.removeprefix("fault "), not answer.startswith("fault"))
+        if answer != "ends" and order.action in ("load", "copy"):
+            text = answer.removeprefix("done, then ends").removeprefix("fault ")
+            done = HeadDone(text, not answer.startswith("fault"))
             loop.call_soon(self.pool._handle_message, me, done)
+        if answer.endswith("ends"):
+            loop.call_soon(self.pool._take_out_of_service, me, "ended by a fault", "engine_died")
 
 
 @pytest.mark.parametrize(
@@ -288,6 +289,7 @@ class Engine:
         ({"copy": "fault of the copy"}, 500, ["load", "copy", "restore"]),
         ({"load": "ends"}, 500, ["load", "restore"]),
         ({"copy": "ends"}, 500, ["load", "copy", "restore"]),
+        ({"copy": "done, then ends"}, 500, ["load", "copy", "restore"]),
         (None, 503, []),
     ],
     ids=str,

@@ -556,7 +556,10 @@ async def _order_all(engines: list[EngineProcess], order: HeadOrder) -> None:
         if engine.end:
             engine.head_order.set_result(HeadDone(f"engine {engine.number} {engine.end}", False))
         engine.send(order)
-    for done in await asyncio.gather(*waiting):
+    every = await asyncio.gather(*waiting)
+    # An engine that ended after it had done its part starts again with the old head.
+    every += [HeadDone(f"engine {e.number} {e.end}", False) for e in engines if e.end]
+    for done in every:
         if done.error and done.is_user_error:
             raise ApiError(400, done.error, param="head", code="head_refused")
         if done.error:
