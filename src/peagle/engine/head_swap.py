@@ -9,6 +9,7 @@ nothing else, and no other sequence reads it.
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,13 @@ from peagle.models.correction import DraftCorrection
 from peagle.models.drafter import (
     Drafter,
     DrafterAttention,
-    DrafterConfig,
     DrafterLayer,
     DrafterMLP,
     RMSNorm,
 )
 
-_TRIAL_TOKENS = 16
+_TRIAL_TOKENS = 12
+_REMEDY = "; restart the server with the new head."
 _PROBED_ROWS = 4
 _PROBE_TOLERANCES = 4  # times that of a module: layers follow each other
 # Modules whose weights are all parameters and buffers of theirs, and have no other form.
@@ -61,52 +62,38 @@ class HeadSwap:
             raise UserError("The engine drafts without a head; expected one to take the place of.")
         self._engine, self._drafting = engine, drafting
         self._drafter = drafting.proposer.drafter
-        self._speculative = replace(speculative, model=folder)
+        self._old, self._speculative = speculative, replace(speculative, model=folder)
         self._before: dict[str, Tensor] = {}
         self._new = self._load(folder)
 
     def _load(self, folder: str) -> Drafter:
         """Load the new head; refuse one that differs from the engine's by more than its weights."""
-        own, target = self._drafter, self._engine.target
+        own, target, k = self._drafter, self._engine.target, self._engine.num_speculative_tokens
         stored = read_head(folder, num_target_layers=target.num_layers)
         if self._speculative.check_target and stored.fingerprint is None:
             raise CheckpointError(
-                f"The head {folder!r} does not name its target (peagle.target in config.json), so "
-                "that nobody can tell whether it fits; train or convert it with peagle."
+                f"The head {folder!r} does not name its target (peagle.target in config.json); "
+                "train or convert it with peagle."
             )
-        _check_config(stored.config, own.config, folder, self._engine.num_speculative_tokens)
         new = load_head(target, self._speculative)
         assert new is not None
-        for drafter, name in ((own, "that is running"), (new, repr(folder))):
-            for layer, module in drafter.named_modules():
-                if not isinstance(module, _REWRITTEN):
-                    kind = type(module).__name__
-                    raise CheckpointError(
-                        f"The head {name} has packed weights ({layer} is a {kind}), which a swap "
-                        "does not rewrite; restart the server with the new head."
-                    )
-        if (own.windows, own.reach) != (new.windows, new.reach):
-            raise CheckpointError(
-                f"The layers of the head {folder!r} look back {list(new.windows)} positions, those "
-                f"of the running head {list(own.windows)}; restart the server with the new head."
-            )
-        if (own.correction is None) != (new.correction is None):
-            has, lacks = ("no", "one") if new.correction is None else ("a", "none")
-            raise CheckpointError(
-                f"The head {folder!r} has {has} correction beside it, the running head {lacks}; "
-                "restart the server with the new head."
-            )
-        theirs = {name: tensor.shape for name, tensor in _tensors(new).items()}
-        for name, tensor in _tensors(own).items():
-            if theirs.get(name) != tensor.shape:
+        theirs = _facts(new)
+        for name, value in _facts(own).items():
+            if theirs.get(name) != value:
                 raise CheckpointError(
-                    f"{name} of the head {folder!r} has the shape {list(theirs.get(name, ()))}, of "
-                    f"the running head {list(tensor.shape)}; restart the server with the new head."
+                    f"The head {folder!r} has {name} {theirs.get(name)}, the running head {value}"
+                    + _REMEDY
                 )
         if own.d2t is not None and new.d2t is not None and not torch.equal(own.d2t, new.d2t):
             raise CheckpointError(
-                f"The head {folder!r} drafts from another vocabulary than the running head (d2t); "
-                "restart the server with the new head."
+                f"The head {folder!r} drafts from another vocabulary (d2t) than the running head"
+                + _REMEDY
+            )
+        depth, needed = new.config.trained_depth, min(k, own.config.trained_depth or k)
+        if depth is not None and depth < needed:
+            raise CheckpointError(
+                f"The head {folder!r} was trained for {depth} draft tokens; expected at least "
+                f"{needed}, as many as are served."
             )
         return new
 
@@ -119,16 +106,14 @@ class HeadSwap:
         Raises:
             CheckpointError: outputs differ at a token that rounding does not explain.
         """
-        engine, config = self._engine, self._engine.config
+        engine = self._engine
         prompts = [prompt[: max(1, engine.max_model_len // 2)] for prompt in prompts]
         tokens = _TRIAL_TOKENS + engine.scheduler.num_lookahead_slots
-        blocks = sum(1 + engine.blocks.blocks_for(len(prompt) + tokens) for prompt in prompts)
         small = replace(
-            config,
-            max_model_len=engine.max_model_len,
+            engine.config,
             max_num_seqs=2 * len(prompts),
             max_num_batched_tokens=256,
-            num_kv_blocks=2 * blocks,
+            num_kv_blocks=sum(2 + 2 * engine.blocks.blocks_for(len(p) + tokens) for p in prompts),
             kv_cache_gib=None,
             enable_prefix_caching=False,
             enforce_eager=True,
@@ -170,7 +155,7 @@ class HeadSwap:
     def restore(self) -> None:
         """Copy the old weights back, if new ones were copied."""
         if before := self._before:
-            self._before = {}
+            self._before, self._engine.speculative = {}, self._old
             self._write(before)
 
     def _write(self, tensors: Mapping[str, Tensor]) -> None:
@@ -200,26 +185,23 @@ class HeadSwap:
         return ""
 
 
-def _check_config(new: DrafterConfig, own: DrafterConfig, folder: str, k: int) -> None:
-    """Refuse a head of another kind or size, or one that was trained for fewer drafts than K."""
-    if new.kind != own.kind:
-        raise CheckpointError(
-            f"The kind of the head {folder!r} is {new.kind}, of the running one {own.kind}; "
-            "restart the server with the new head."
-        )
-    theirs = asdict(new)
-    for name, value in asdict(own).items():
-        if name != "trained_depth" and theirs[name] != value:
+def _facts(drafter: Drafter) -> dict[str, Any]:
+    """Return by name what a head has in common with one that takes its place.
+
+    Raises:
+        CheckpointError: a layer holds its weights in another form, which a copy would leave as is.
+    """
+    for name, module in drafter.named_modules():
+        if not isinstance(module, _REWRITTEN):
             raise CheckpointError(
-                f"The head {folder!r} has {name} {theirs[name]}, the running head {value}; restart "
-                "the server with the new head."
+                f"{name} of the draft head is a {type(module).__name__}, whose packed weights a "
+                f"swap does not rewrite{_REMEDY}"
             )
-    needed = min(k, own.trained_depth or k)
-    if new.trained_depth is not None and new.trained_depth < needed:
-        raise CheckpointError(
-            f"The head {folder!r} was trained for {new.trained_depth} draft tokens; expected at "
-            f"least {needed}, as many as are served."
-        )
+    config = asdict(replace(drafter.config, trained_depth=None))
+    shapes = {f"{name} of shape": list(t.shape) for name, t in _tensors(drafter).items()}
+    looks = {"windows": drafter.windows, "reach": drafter.reach}
+    correction = {"a correction:": drafter.correction is not None}
+    return {"kind": drafter.config.kind} | config | looks | correction | shapes
 
 
 def _tensors(drafter: Drafter) -> dict[str, Tensor]:
