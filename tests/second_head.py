@@ -12,16 +12,10 @@ from torch import Tensor
 from peagle.models.checkpoint import CORRECTION_NAME, head_identity, read_head
 from peagle.models.checkpoint.correction import _read, _write
 
-NOISE = 0.3  # relative to the deviation of each weight
-
 
 def noisy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    drawn = {n: torch.randn(t.shape, generator=generator) for n, t in tensors.items()}
-    return {
-        n: t if "norm" in n else (t + NOISE * t.float().std() * drawn[n]).to(t.dtype)
-        for n, t in tensors.items()
-    }
+    torch.manual_seed(0)
+    return {n: (t * (1 + torch.randn(t.shape) / 3)).to(t.dtype) for n, t in tensors.items()}
 
 
 def make_second_head(source: Path, folder: Path) -> Path:

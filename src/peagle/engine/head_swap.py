@@ -1,9 +1,8 @@
 """A new draft head in the place of a running engine's, while its requests go on.
 
-The weights go into the tensors that the engine, its compiled code and its CUDA graphs read. What
-follows from them is computed again, in place; layers that keep weights in another form are refused.
-KV that the old head wrote stays with the sequences that run, where it can cost accepted drafts and
-nothing else, and no other sequence reads it.
+The weights go into the tensors that compiled code and CUDA graphs read; what follows from them is
+computed again, in place. KV of the old head stays with the sequences that run, where it can cost
+accepted drafts alone, and no other sequence reads it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,13 +22,7 @@ from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint import read_head
 from peagle.models.comparison import near_tie_bound, relative_difference, tolerance
 from peagle.models.correction import DraftCorrection
-from peagle.models.drafter import (
-    Drafter,
-    DrafterAttention,
-    DrafterLayer,
-    DrafterMLP,
-    RMSNorm,
-)
+from peagle.models.drafter import Drafter, DrafterAttention, DrafterLayer, DrafterMLP, RMSNorm
 
 _TRIAL_TOKENS = 12
 _REMEDY = "; restart the server with the new head."
@@ -43,23 +36,19 @@ _REWRITTEN = (
 
 
 class HeadSwap:
-    """A head on its way into an engine: loaded and checked, tried, copied, or taken back.
+    """A head on its way into an engine.
 
-    Loading may happen in a thread beside the engine's. The rest belongs between two steps.
-
-    Args:
-        engine: drafts with a head.
-        folder: the new head.
+    It may be made in a thread beside the engine's. Its methods belong between two steps.
 
     Raises:
         UserError: the engine drafts without a head.
-        CheckpointError: the head is not readable, or cannot take the place of the engine's.
+        CheckpointError: the head in `folder` is not readable, or does not fit.
     """
 
     def __init__(self, engine: LLMEngine, folder: str) -> None:
         drafting, speculative = engine.drafting, engine.speculative
         if speculative is None or not isinstance(drafting, HeadDrafting):
-            raise UserError("The engine drafts without a head; expected one to take the place of.")
+            raise UserError("The engine drafts without a head.")
         self._engine, self._drafting = engine, drafting
         self._drafter = drafting.proposer.drafter
         self._old, self._speculative = speculative, replace(speculative, model=folder)
@@ -72,8 +61,7 @@ class HeadSwap:
         stored = read_head(folder, num_target_layers=target.num_layers)
         if self._speculative.check_target and stored.fingerprint is None:
             raise CheckpointError(
-                f"The head {folder!r} does not name its target (peagle.target in config.json); "
-                "train or convert it with peagle."
+                f"The head {folder!r} does not name its target (peagle.target in config.json)."
             )
         new = load_head(target, self._speculative)
         assert new is not None
@@ -98,13 +86,10 @@ class HeadSwap:
         return new
 
     def try_out(self, prompts: SequenceOf[SequenceOf[int]]) -> Iterator[None]:
-        """Decode prompts greedily with the new head and without drafts, in a small engine beside.
-
-        Yields:
-            after each step, so that the engine can go on between two.
+        """Decode prompts with the new head and without drafts, in a small engine; yield each step.
 
         Raises:
-            CheckpointError: outputs differ at a token that rounding does not explain.
+            CheckpointError: greedy outputs differ by more than rounding explains.
         """
         engine = self._engine
         prompts = [prompt[: max(1, engine.max_model_len // 2)] for prompt in prompts]
@@ -130,8 +115,7 @@ class HeadSwap:
             if found.error or not _is_same(expected, found, bound):
                 raise CheckpointError(
                     f"With the head {self._speculative.model!r} a greedy output differs from the "
-                    f"one without drafts: {found.output_token_ids} in place of "
-                    f"{expected.output_token_ids}."
+                    "one without drafts."
                 )
 
     @torch.inference_mode()
@@ -167,8 +151,7 @@ class HeadSwap:
     def _find_stale(self) -> str:
         """Return what differs between the engine's head and the new one; "" if nothing does.
 
-        The weights must be equal. A pass through both must be too, within the rounding of other
-        kernels: it reads what the engine's passes read.
+        Weights must be equal, and so must passes through both, within the rounding of kernels.
         """
         new = _tensors(self._new)
         for name, tensor in _tensors(self._drafter).items():
@@ -189,7 +172,7 @@ def _facts(drafter: Drafter) -> dict[str, Any]:
     """Return by name what a head has in common with one that takes its place.
 
     Raises:
-        CheckpointError: a layer holds its weights in another form, which a copy would leave as is.
+        CheckpointError: a layer holds its weights in a form that a copy would leave as it is.
     """
     for name, module in drafter.named_modules():
         if not isinstance(module, _REWRITTEN):
@@ -230,10 +213,7 @@ def _probe(drafter: Drafter) -> dict[str, Tensor]:
 
 
 def _is_same(expected: Sequence, found: Sequence, bound: float) -> bool:
-    """Return whether two outputs are equal up to the first near-tie, within which rounding chose.
-
-    `expected` has the log-probabilities of the two likeliest tokens.
-    """
+    """Return whether outputs are equal up to a near-tie of the two best in `expected.logprobs`."""
     ours, theirs = expected.output_token_ids, found.output_token_ids
     at = next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), None)
     if at is None:

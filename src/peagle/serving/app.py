@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -259,7 +260,7 @@ def _model(service: Service) -> dict[str, Any]:
         },
     }
     if service.swaps is not None:
-        model["head"] = service.swaps.head.facts
+        model["head"] = asdict(service.swaps.head)
     return model
 
 

@@ -382,7 +382,6 @@ class EnginePool:
     async def swap_head(self, folder: str) -> None:
         """Let the first proposer of all engines draft with another head, or leave all as they are.
 
-        All engines load and check the head; then all copy its weights between two of their steps.
         Engines that start later load the new head.
 
         Raises:
@@ -544,11 +543,7 @@ class EnginePool:
 
 
 async def _order_all(engines: list[EngineProcess], order: HeadOrder) -> None:
-    """Give all engines an order of a swap of heads, and wait until it has ended in all of them.
-
-    Raises:
-        ApiError: it failed in one of them.
-    """
+    """Give all engines an order, wait for its end in all, and raise an ApiError if one failed."""
     waiting: list[asyncio.Future[HeadDone]] = []
     for engine in engines:
         engine.head_order = asyncio.get_running_loop().create_future()

@@ -117,10 +117,9 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class HeadOrder:
-    """An order to the first proposer's engine in a swap of its head.
+    """An order to the first proposer's engine in a swap of its head for the one in `folder`.
 
-    It loads and checks the new head in `folder`, copies the weights, and then keeps them or
-    restores the old ones. Loading and copying end with a `HeadDone`.
+    Loading (with all checks) and copying end with a `HeadDone`.
     """
 
     action: Literal["load", "copy", "keep", "restore"]
@@ -514,7 +513,7 @@ class EngineWorker(EngineLoop):
             self._swap = self._trial = None
 
     def _load_head(self, order: HeadOrder) -> None:
-        """Load a new head beside the engine's thread, which then tries it out."""
+        """Load a new head in a thread of its own; the engine's then tries it out."""
         engine = next(iter(self._llms.values())).engine
         try:
             swap = HeadSwap(engine, order.folder)
@@ -541,7 +540,7 @@ class EngineWorker(EngineLoop):
             self._connection.send(HeadDone())
 
     def _succeeds(self, work: Callable[[], None]) -> bool:
-        """Do a part of a swap, and return whether it succeeded; an error is sent."""
+        """Do a part of a swap; send an error, and return false, if it fails."""
         try:
             work()
         except Exception as error:
@@ -550,9 +549,6 @@ class EngineWorker(EngineLoop):
         return True
 
     def _refuse_head(self, error: Exception) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            text = "The GPU has no room for a second head; start the server with a lower "
-            error = UserError(f"{text}--gpu-memory-utilization.")
         is_mistake = isinstance(error, UserError)
         text = str(error) if is_mistake else "".join(traceback.format_exception(error))
         self._connection.send(HeadDone(text, is_mistake))

@@ -1,13 +1,10 @@
-"""Swaps of the draft head of a running server: which heads may come, and one swap at a time.
-
-An administrator's key opens the route (`security`); `EnginePool.swap_head` has all engines load and
-check the new head before any of them takes it.
-"""
+"""Swaps of the draft head of a running server: which heads may come, and one swap at a time."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +30,9 @@ def resolve_folders(folders: Sequence[str]) -> tuple[Path, ...]:
 
 
 class HeadSwaps:
-    """Swaps the head of a server's first proposer.
+    """Swaps the head of a server's first proposer for one in `folders` (`resolve_folders`).
 
-    Args:
-        pool: the engines.
-        folders: from `resolve_folders`.
-        head: the head that is served, which a swap changes.
+    A swap changes `head`, the head that is served.
     """
 
     def __init__(self, pool: EnginePool, folders: tuple[Path, ...], head: ServedHead) -> None:
@@ -46,12 +40,10 @@ class HeadSwaps:
         self._swapping: asyncio.Task[None] | None = None
 
     async def swap(self, path: str) -> dict[str, Any]:
-        """Serve with another head; return its name and version, and the seconds that it took.
-
-        A client that leaves does not stop the swap.
+        """Serve with another head, even if the client leaves; return its facts and the seconds.
 
         Raises:
-            ApiError: 403, the path is in no allowed folder; 409, another swap is under way; or as
+            ApiError: the path is in no allowed folder (403), another swap is under way (409), or as
                 `EnginePool.swap_head`. The old head is then served on.
         """
         if self._swapping is not None:
@@ -61,8 +53,7 @@ class HeadSwaps:
         self._swapping.add_done_callback(self._end)
         started = time.monotonic()
         await asyncio.shield(self._swapping)
-        seconds = round(time.monotonic() - started, 3)
-        return {"head": self.head.facts, "seconds": seconds}
+        return {"head": asdict(self.head), "seconds": round(time.monotonic() - started, 3)}
 
     async def _swap(self, path: str) -> None:
         folder = await asyncio.to_thread(self._resolve, path)
@@ -72,13 +63,12 @@ class HeadSwaps:
 
     def _end(self, swapping: asyncio.Task[None]) -> None:
         self._swapping = None
-        if not swapping.cancelled() and (error := swapping.exception()) is not None:
-            logger.warning("the head was not swapped: %s", error)
+        swapping.cancelled() or swapping.exception()  # its client may have left
 
     def _resolve(self, path: str) -> Path:
         """Return the folder of a head; it and its files lie in an allowed folder, links or not.
 
-        What lies elsewhere is refused in one way, so that nobody learns what is there.
+        All else is refused in one way, so that nobody learns what is there.
         """
         error = ApiError(
             403,
@@ -88,12 +78,9 @@ class HeadSwaps:
             code="head_not_allowed",
         )
         try:
-            if not Path(path).is_absolute():
-                raise error
             folder = Path(path).resolve(strict=True)
-            if not self._allows(folder) or not folder.is_dir():
-                raise error
-            if not all(self._allows(file.resolve()) for file in folder.iterdir()):
+            files = [folder, *(file.resolve() for file in folder.iterdir())]
+            if not Path(path).is_absolute() or not all(map(self._allows, files)):
                 raise error
         except (OSError, RuntimeError, ValueError):  # nothing there, links in a circle, a null byte
             raise error from None

@@ -86,12 +86,7 @@ def load_keys(environ: Mapping[str, str], file: str | Path | None = None) -> Api
 def load_admin_keys(
     file: str | Path | None, allowed_heads: tuple[str, ...], keys: ApiKeys
 ) -> ApiKeys:
-    """Return the keys of an administrator, who may swap the head; none where nobody may.
-
-    Args:
-        file: as in `read_keys`.
-        allowed_heads: folders that heads may come from.
-        keys: those of the clients.
+    """Return the keys in `file` of an administrator, who may swap the head.
 
     Raises:
         UserError: there are keys without folders, folders without keys, or a client's key is among
@@ -105,8 +100,7 @@ def load_admin_keys(
     found = ApiKeys(read_keys({}, file))
     if set(found.digests) & set(keys.digests):
         raise UserError(
-            f"A key in {str(file)!r} opens the other routes too; expected a key of its own for the "
-            "administrator."
+            f"A key in {str(file)!r} opens the other routes too; expected an administrator's own."
         )
     return found
 

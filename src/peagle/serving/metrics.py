@@ -116,18 +116,10 @@ class RecordCounts:
 
 @dataclass(slots=True)
 class ServedHead:
-    """The head that a server drafts with: the name of its folder, and a number from 1 on.
-
-    Each swap raises the number.
-    """
+    """The head that a server drafts with: the name of its folder, and 1 + the number of swaps."""
 
     name: str
     version: int = 1
-
-    @property
-    def facts(self) -> dict[str, str | int]:
-        """Return the head as clients see it."""
-        return {"name": self.name, "version": self.version}
 
 
 class Metrics:

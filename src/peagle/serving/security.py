@@ -65,8 +65,7 @@ class SecurityMiddleware:
     Args:
         keys: open all routes but /live, /health, /ping and those below /admin/; without keys these
             routes are open.
-        admin_keys: open the routes below /admin/, to no web page; without them nothing special is
-            there.
+        admin_keys: open the routes below /admin/, to no web page.
         allowed_hosts: names or addresses without port that the Host header may give, "*" for any;
             see `default_allowed_hosts`.
         allowed_origins: origins of foreign web pages that may use the server, such as

@@ -270,11 +270,7 @@ def _counted(service: Service) -> CountOpen:
 
 
 def _swappable_head(spec: EngineSpec) -> ServedHead:
-    """Return the head of the first proposer.
-
-    Raises:
-        UserError: it has none.
-    """
+    """Return the head of the first proposer; refuse, by a UserError, one without a head."""
     speculative = next(iter(spec.proposers.values()))
     if speculative is None or speculative.model is None:
         raise UserError("--allow-heads was given, and the server drafts without a head.")
