@@ -42,7 +42,7 @@ class HeadSwap:
 
     Raises:
         UserError: the engine drafts without a head.
-        CheckpointError: the head in `folder` is not readable, or does not fit.
+        CheckpointError: the head in `folder` is not readable or does not fit.
     """
 
     def __init__(self, engine: LLMEngine, folder: str) -> None:
@@ -120,10 +120,10 @@ class HeadSwap:
 
     @torch.inference_mode()
     def copy(self) -> None:
-        """Copy the new weights over the engine's, and see that the engine reads them.
+        """Copy the new weights over the engine's; if it still reads others, take these back.
 
         Raises:
-            RuntimeError: it reads old ones somewhere. The engine has its own head again.
+            RuntimeError: it does.
         """
         self._before = {n: t.to("cpu", copy=True) for n, t in _tensors(self._drafter).items()}
         try:
@@ -157,13 +157,12 @@ class HeadSwap:
         for name, tensor in _tensors(self._drafter).items():
             if not torch.equal(tensor, new[name]):
                 return name
-        found, expected = _probe(self._drafter), _probe(self._new)
+        pairs = {"the logits of a pass": (_probe(self._drafter), _probe(self._new))}
         if self._drafter.config.is_parallel:
-            found["h_shared"] = self._drafting.proposer.h_shared_1D
-            expected["h_shared"] = self._new.shared_hidden()
-        for name, value in expected.items():
-            difference = relative_difference(found[name].flatten(), value.flatten())
-            if not difference <= _PROBE_TOLERANCES * tolerance(value.dtype):
+            found = self._drafting.proposer.h_shared_1D.flatten()
+            pairs["h_shared"] = found, self._new.shared_hidden()
+        for name, pair in pairs.items():
+            if not relative_difference(*pair) <= _PROBE_TOLERANCES * tolerance(pair[0].dtype):
                 return name
         return ""
 
@@ -192,8 +191,8 @@ def _tensors(drafter: Drafter) -> dict[str, Tensor]:
     return dict([*drafter.named_parameters(), *drafter.named_buffers()])
 
 
-def _probe(drafter: Drafter) -> dict[str, Tensor]:
-    """Return what a head computes from made-up features, part by part."""
+def _probe(drafter: Drafter) -> Tensor:
+    """Return the corrected logits of a head on made-up features."""
     config, generator = drafter.config, torch.Generator().manual_seed(0)
     features = torch.randn(_PROBED_ROWS, config.feature_size, generator=generator)
     rows = torch.arange(_PROBED_ROWS, device=drafter.norm.weight.device)
@@ -203,13 +202,13 @@ def _probe(drafter: Drafter) -> dict[str, Tensor]:
     def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return query + (key + value).repeat_interleave(repeats, -2)
 
-    found = {"fc": drafter.combine_features(features.to(drafter.norm.weight))}
-    found["layers"] = states = drafter(tokens, found["fc"], rows, attend)
-    found["lm_head"] = logits = drafter.compute_logits(states)
-    if (correction := drafter.correction) is not None:
-        inner = correction.start(drafter.normed(states).unsqueeze(0))[0]
-        found["correction"] = correction.add(logits, inner, tokens)
-    return found
+    hidden = drafter.combine_features(features.to(drafter.norm.weight))
+    states = drafter(tokens, hidden, rows, attend)
+    logits = drafter.compute_logits(states)
+    if (correction := drafter.correction) is None:
+        return logits
+    inner = correction.start(drafter.normed(states).unsqueeze(0))[0]
+    return correction.add(logits, inner, tokens)
 
 
 def _is_same(expected: Sequence, found: Sequence, bound: float) -> bool:

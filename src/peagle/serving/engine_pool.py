@@ -401,7 +401,11 @@ class EnginePool:
             raise
         for engine in engines:
             engine.send(HeadOrder("keep"))
-        self._specs = [_with_head(spec, folder) for spec in self._specs]
+        for number, spec in enumerate(self._specs):
+            name, speculative = next(iter(spec.proposers.items()))
+            assert speculative is not None, "it drafts with a head"
+            proposers = {**spec.proposers, name: replace(speculative, model=folder)}
+            self._specs[number] = replace(spec, proposers=proposers)
 
     # ---- messages -------------------------------------------------------------------------------
 
@@ -561,14 +565,6 @@ async def _order_all(engines: list[EngineProcess], order: HeadOrder) -> None:
             logger.error("a head could not be swapped: %s", done.error)
             text = "An engine could not take the head; the server's log says why."
             raise ApiError(500, text, code="engine_error")
-
-
-def _with_head(spec: EngineSpec, folder: str) -> EngineSpec:
-    """Return a spec whose first proposer drafts with another head."""
-    name, speculative = next(iter(spec.proposers.items()))
-    assert speculative is not None, "it drafts with a head"
-    changed = replace(speculative, model=folder)
-    return replace(spec, proposers={**spec.proposers, name: changed})
 
 
 def specs_for(spec: EngineSpec, count: int) -> list[EngineSpec]:

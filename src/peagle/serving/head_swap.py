@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +39,7 @@ class HeadSwaps:
         self._swapping: asyncio.Task[None] | None = None
 
     async def swap(self, path: str) -> dict[str, Any]:
-        """Serve with another head, even if the client leaves; return its facts and the seconds.
+        """Serve with another head, even if the client leaves; return its facts.
 
         Raises:
             ApiError: the path is in no allowed folder (403), another swap is under way (409), or as
@@ -51,9 +50,8 @@ class HeadSwaps:
             raise ApiError(409, text, code="swap_under_way", headers={"Retry-After": "5"})
         self._swapping = asyncio.ensure_future(self._swap(path))
         self._swapping.add_done_callback(self._end)
-        started = time.monotonic()
         await asyncio.shield(self._swapping)
-        return {"head": asdict(self.head), "seconds": round(time.monotonic() - started, 3)}
+        return {"head": asdict(self.head)}
 
     async def _swap(self, path: str) -> None:
         folder = await asyncio.to_thread(self._resolve, path)
@@ -63,7 +61,7 @@ class HeadSwaps:
 
     def _end(self, swapping: asyncio.Task[None]) -> None:
         self._swapping = None
-        swapping.cancelled() or swapping.exception()  # its client may have left
+        _ = swapping.cancelled() or swapping.exception()  # its client may have left
 
     def _resolve(self, path: str) -> Path:
         """Return the folder of a head; it and its files lie in an allowed folder, links or not.

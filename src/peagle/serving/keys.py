@@ -93,10 +93,8 @@ def load_admin_keys(
             them; or as `read_keys`.
     """
     if (file is None) != (not allowed_heads):
-        given, lacking = "--admin-key-file", "--allow-heads"
-        if file is None:
-            given, lacking = lacking, given
-        raise UserError(f"{given} was given without {lacking}; swapping heads needs both.")
+        given = "--allow-heads" if file is None else "--admin-key-file"
+        raise UserError(f"{given} was given; expected --admin-key-file and --allow-heads.")
     found = ApiKeys(read_keys({}, file))
     if set(found.digests) & set(keys.digests):
         raise UserError(
