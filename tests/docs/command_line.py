@@ -204,7 +204,7 @@ def _exists(name: str) -> Path:
 
 
 _OTHERS = ("cd", "curl", "export", "guidellm", "gzip", "head", "mkdir", "sha256sum", "source")
-_OTHERS += ("tail",)
+_OTHERS += ("chmod", "openssl", "tail")
 _CHECKS = {
     "peagle": check_peagle,
     "python": _check_python,

@@ -239,6 +239,9 @@ SERVER = group(
         qwen3_coder, none, or auto (by the template).
     --no-playground = server.playground
         Serve no page at /.
+    --allow-heads DIR ... = server.allow_heads
+        Folder from which POST /admin/head may take another draft head while the server runs;
+        may be given several times; needs --admin-key-file. [default: the head stays]
     """,
     section="server",
 )
@@ -291,6 +294,8 @@ SAFETY = group(
         File of API keys, one a line, that open all routes; /live, /health and /ping need
         none. The variable PEAGLE_API_KEY may hold keys too, separated by commas. [default:
         none: everybody who reaches the port is served]
+    --admin-key-file FILE:PATH = admin_key_file
+        File of keys, one a line, that open /admin/head and nothing else. [default: none]
     --allowed-host TEXT ... = server.allowed_hosts
         Host name of the server; may be given several times, * is any. [default: localhost
         on a loopback address, else any]

@@ -97,7 +97,8 @@ def serve(
 
     Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, /tokenize,
     /detokenize, /metrics, /live, /health, /ready, /version, SageMaker's /ping and /invocations,
-    and a page at /. The first SIGTERM or Ctrl-C finishes what runs, the second ends at once.
+    /admin/head with --allow-heads, and a page at /. The first SIGTERM or Ctrl-C finishes what
+    runs, the second ends at once.
     """
     model, flags = model_and_flags(model, flags)
     engine = given.value("engine_name", _OWN_ENGINE)
@@ -117,11 +118,12 @@ def serve(
     if "show_config" in given:
         setup.show(sections=("engine", "server"))
         return
-    from peagle.serving.keys import load_keys
+    from peagle.serving.keys import load_admin_keys, load_keys
     from peagle.serving.logs import configure_logging
 
     configure_logging(config.log_format)
     keys = load_keys(os.environ, given.value("api_key_file"))
+    admin_keys = load_admin_keys(given.value("admin_key_file"), config.allow_heads, keys)
     setup.check_paths(config.chat_template)
     check_paths(None, eagle3=compare_draft)
     for package in ("fastapi", "prometheus_client", "uvicorn"):
@@ -133,7 +135,7 @@ def serve(
     spec, name = _spec(setup, config, compare_draft)
     from peagle.serving.server import serve as run
 
-    run(config, spec, keys, name=config.served_model_name or name, listening=listening)
+    run(config, spec, keys, admin_keys, name=config.served_model_name or name, listening=listening)
 
 
 def _as_in_sagemaker(*, with_model: bool) -> None:

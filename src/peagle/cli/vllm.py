@@ -159,6 +159,8 @@ _UNSUPPORTED_OPTIONS = {
     "server.head_timeout_s": ("vLLM sets no time for the head of a request", None),
     "server.ignore_priority": ("vLLM heeds priority with --scheduling-policy priority only", False),
     "server.playground": ("vLLM has no page at /", False),
+    "server.allow_heads": ("vLLM keeps its head", ()),
+    "admin_key_file": ("vLLM keeps its head", None),
     "server.on_engine_failure": ("vLLM ends with its engine; start it again from outside", "exit"),
     "server.cloudwatch_interval_s": ("vLLM writes no such lines", 0),
     "show_memory": ("vLLM prints its own account when it starts", None),

@@ -140,7 +140,7 @@ class BlockManager:
                 drafter all tokens count as read.
         """
         assert num_tokens < len(sequence), "the token after the last block is part of its hash"
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or sequence.has_old_drafter_kv:
             return
         start, num_read_blocks = sequence.drafter_start, num_read // self.block_size
         first = sequence.num_published_blocks
@@ -190,6 +190,11 @@ class BlockManager:
         for block in own:
             self._unpublish(block)
         return own
+
+    def unpublish_all(self) -> None:
+        """Let no later sequence share a block that is published by now."""
+        self._published.clear()
+        self._hash_of.clear()
 
     def _unpublish(self, block: int) -> None:
         key = self._hash_of.pop(block, None)

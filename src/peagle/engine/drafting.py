@@ -442,6 +442,14 @@ class HeadDrafting(Drafting):
         return copy.deepcopy(correction).cpu()
 
     @torch.inference_mode()
+    def derive_again(self) -> None:
+        """Compute again, in place, what follows from the head's weights, which have changed."""
+        drafter = self.proposer.drafter
+        if drafter.config.is_parallel:
+            self.proposer.h_shared_1D.copy_(drafter.shared_hidden())
+        self.__dict__.pop("_host_correction", None)
+
+    @torch.inference_mode()
     def time_reading(self, num_tokens: int) -> float:
         """Return the seconds in which the head reads a prompt token, the fastest of a few passes.
 

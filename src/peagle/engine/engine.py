@@ -52,6 +52,7 @@ from peagle.errors import UserError
 from peagle.kernels.sampling.logprobs import TokenLogprobs
 from peagle.kernels.sampling.random import derive_seed
 from peagle.kernels.trees.copies import only_text_has
+from peagle.models.drafter import Drafter
 from peagle.models.target import TargetModel
 
 _COUNTERS = (
@@ -78,6 +79,7 @@ class LLMEngine:
 
     Args:
         eos_token_ids: end-of-text ids of the target, from `peagle.models.end_tokens`.
+        drafter: the head of `speculative`, if it is loaded already.
 
     Attributes:
         on_pass: called before each pass that no graph runs, with its number of tokens.
@@ -93,8 +95,9 @@ class LLMEngine:
         config: EngineConfig | None = None,
         speculative: SpeculativeConfig | None = None,
         eos_token_ids: Iterable[int] = (),
+        drafter: Drafter | None = None,
     ) -> None:
-        self._plan = plan = plan_engine(target, config or EngineConfig(), speculative)
+        self._plan = plan = plan_engine(target, config or EngineConfig(), speculative, drafter)
         self.target = target
         self.config = config = plan.config
         self.speculative = speculative = plan.speculative
@@ -382,6 +385,15 @@ class LLMEngine:
     def check(self) -> None:
         """Compute one token and forget it: neither counters, seeds nor cached prefixes change."""
         self._run_and_forget([1])
+
+    def forget_drafter_kv(self) -> None:
+        """Let no later sequence read KV that the head has written so far, as its weights changed.
+
+        Sequences that run go on over theirs, and share none of it.
+        """
+        self.blocks.unpublish_all()
+        for sequence in self.scheduler.running:
+            sequence.has_old_drafter_kv = True
 
     def rehearse(self) -> None:
         """Run made-up prompts and forget them, so that no request waits while their passes compile.

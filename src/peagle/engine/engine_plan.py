@@ -76,9 +76,15 @@ class EnginePlan:
 
 
 def plan_engine(
-    target: TargetModel, config: EngineConfig, speculative: SpeculativeConfig | None
+    target: TargetModel,
+    config: EngineConfig,
+    speculative: SpeculativeConfig | None,
+    drafter: Drafter | None = None,
 ) -> EnginePlan:
     """Load the head, and decide everything that needs no memory of the engine.
+
+    Args:
+        drafter: the head of `speculative`, if it is loaded already.
 
     Raises:
         UserError: the context is longer than the target's, or the head has another kind than asked.
@@ -86,7 +92,7 @@ def plan_engine(
     """
     check_length(config.max_model_len, target.max_model_len)
     max_model_len = config.max_model_len or target.max_model_len
-    drafter = load_head(target, speculative)
+    drafter = drafter or load_head(target, speculative)
     is_pipelined = runs_as_graphs(target.device, config)
     if speculative is not None and drafter is not None:
         parallel = drafter.config.is_parallel

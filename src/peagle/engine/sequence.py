@@ -52,6 +52,8 @@ class Sequence:
             keep their hashes when the drafter reads more.
         num_computed_tokens: tokens whose KV the target has written.
         num_drafter_tokens: slots that the drafter has written, or leaves out at the beginning.
+        has_old_drafter_kv: the drafter had other weights when it wrote some of these slots: their
+            blocks are not shared.
         drafter_start: first slot that the drafter's attention may read; above 0 behind a hole, and
             if the drafter reads only the end of a prompt.
         pending_features: features that the drafter has not read; None if it has read all.
@@ -96,6 +98,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_drafter_tokens: int = 0
     drafter_start: int = 0
+    has_old_drafter_kv: bool = False
     pending_features: FeatureRing | None = None
     drafts: list[int] = field(default_factory=list)
     draft_parents: list[int] | None = None
@@ -236,3 +239,4 @@ class Sequence:
         self.num_computed_tokens = self.num_drafter_tokens = self.drafter_start = 0
         self.num_published_blocks = self.num_read_blocks = 0
         self.pending_features = None
+        self.has_old_drafter_kv = False

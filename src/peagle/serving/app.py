@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -23,6 +24,7 @@ from peagle.serving.answers import GenerationAnswer
 from peagle.serving.completions import answer_chat, complete
 from peagle.serving.engine_pool import Deadline
 from peagle.serving.errors import ApiError, reason_for_absence
+from peagle.serving.head_swap import HeadSwaps
 from peagle.serving.limits import LARGE_BYTES, limits_of_model, parse_body
 from peagle.serving.logs import recorded_path
 from peagle.serving.responses import respond
@@ -50,6 +52,8 @@ def create_app(service: Service) -> FastAPI:
     _add_handlers(app, service)
     _add_status(app, service)
     _add_generation(app, service)
+    if service.swaps is not None:
+        _add_admin(app, service.swaps)
     if service.config.playground:
         _add_playground(app)
     return app
@@ -240,7 +244,7 @@ def _model(service: Service) -> dict[str, Any]:
     tokenizer, info = service.loaded()
     depths = dict(info.num_speculative_tokens)
     depths.setdefault("plain", 0)
-    return {
+    model: dict[str, Any] = {
         "id": service.name,
         "object": "model",
         "created": service.created,
@@ -255,6 +259,9 @@ def _model(service: Service) -> dict[str, Any]:
             ],
         },
     }
+    if service.swaps is not None:
+        model["head"] = asdict(service.swaps.head)
+    return model
 
 
 # ---- generation ---------------------------------------------------------------------------------
@@ -384,6 +391,16 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             text = f"tokens has {wrong}; expected ids from 0 to {info.vocab_size - 1}."
             raise ApiError(400, text, param="tokens")
         return {"prompt": await tokenizer.decode(body.tokens)}
+
+
+# ---- administration -----------------------------------------------------------------------------
+
+
+def _add_admin(app: FastAPI, swaps: HeadSwaps) -> None:
+    @app.post("/admin/head")
+    async def swap_head(body: protocol.HeadBody) -> dict[str, Any]:
+        """Draft with another head from now on."""
+        return await swaps.swap(body.head)
 
 
 # ---- playground ---------------------------------------------------------------------------------

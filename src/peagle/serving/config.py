@@ -76,6 +76,7 @@ class ServerConfig:
         cloudwatch_interval_s: seconds between two lines about acceptance on standard output, in
             CloudWatch's embedded metric format; 0 writes none.
         playground: whether the server has the page at /.
+        allow_heads: folders from which a running server may take another head.
         record: folder for records of requests and answers; None records nothing.
         record_for: SHA-256 of the API keys that are recorded, in hexadecimal digits.
         record_all: every request is recorded that does not say no.
@@ -116,6 +117,7 @@ class ServerConfig:
     otlp_endpoint: str | None = None
     cloudwatch_interval_s: float = 0.0
     playground: bool = True
+    allow_heads: tuple[str, ...] = ()
     record: str | None = None
     record_for: tuple[str, ...] = ()
     record_all: bool = False

@@ -28,6 +28,8 @@ from peagle.serving.engine_process import (
     EngineInfo,
     EngineSpec,
     Failed,
+    HeadDone,
+    HeadOrder,
     Heartbeat,
     NewChunks,
     Refused,
@@ -150,6 +152,7 @@ class EngineProcess:
         info: facts of the loaded engine; None before.
         streams: requests that run here, by the indices of their prompts.
         end: how the process ended or hung, as a part of a sentence; "" while it lives.
+        head_order: waits for the end of an order of a swap of heads; None without one.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class EngineProcess:
         self.info: EngineInfo | None = None
         self.streams: dict[int, _Stream] = {}
         self.end = ""
+        self.head_order: asyncio.Future[HeadDone] | None = None
         self._on_message = on_message
         self._orders: SimpleQueue[Any] = SimpleQueue()
         context = multiprocessing.get_context("spawn")
@@ -187,7 +191,7 @@ class EngineProcess:
         """Return the number of outputs that run or wait here."""
         return sum(stream.num_outputs for stream in set(self.streams.values()))
 
-    def send(self, message: Add | Cancel | Stop) -> None:
+    def send(self, message: Add | Cancel | HeadOrder | Stop) -> None:
         """Send an order; it is lost if the process has ended, which `on_message` reports."""
         self._orders.put(ForkingPickler.dumps(message))
 
@@ -375,6 +379,34 @@ class EnginePool:
             for stream in engine.streams.values() if engine is not None else ():
                 stream.fail(error)
 
+    async def swap_head(self, folder: str) -> None:
+        """Let the first proposer of all engines draft with another head, or leave all as they are.
+
+        Engines that start later load the new head.
+
+        Raises:
+            ApiError: an engine is not there (503), refuses the head (400), or failed (500).
+        """
+        numbers = [n for n in range(len(self._specs)) if n not in self._given_up]
+        engines = [engine for n in numbers if (engine := self._engines[n]) is not None]
+        if len(engines) < len(numbers) or not all(engine.is_ready for engine in engines):
+            text = "An engine is not loaded at the moment; try again shortly."
+            raise ApiError(503, text, code="not_ready", headers={"Retry-After": "5"})
+        try:
+            for order in (HeadOrder("load", folder), HeadOrder("copy")):
+                await _order_all(engines, order)
+        except BaseException:
+            for engine in engines:
+                engine.send(HeadOrder("restore"))
+            raise
+        for engine in engines:
+            engine.send(HeadOrder("keep"))
+        for number, spec in enumerate(self._specs):
+            name, speculative = next(iter(spec.proposers.items()))
+            assert speculative is not None, "it drafts with a head"
+            proposers = {**spec.proposers, name: replace(speculative, model=folder)}
+            self._specs[number] = replace(spec, proposers=proposers)
+
     # ---- messages -------------------------------------------------------------------------------
 
     def _handle_message(self, engine: EngineProcess, message: Any) -> None:
@@ -394,6 +426,9 @@ class EnginePool:
                     text = "The engine could not take the request; the server's log says why."
                     error = ApiError(500, text, code="engine_error")
                 stream.fail(error)
+            case HeadDone():
+                if engine.head_order is not None and not engine.head_order.done():
+                    engine.head_order.set_result(message)
             case EngineInfo():
                 engine.info = message
                 self._budgets[engine.number].num_failed_starts = 0
@@ -460,6 +495,8 @@ class EnginePool:
             )
         for stream in engine.streams.values():
             stream.fail(ApiError(500, text, code=code))
+        if engine.head_order is not None and not engine.head_order.done():
+            engine.head_order.set_result(HeadDone(f"engine {engine.number} {end}", False))
 
     def _handle_end(self, engine: EngineProcess) -> None:
         """Start another process in the place of one that has ended, if the pool restarts."""
@@ -507,6 +544,27 @@ class EnginePool:
             self._watching.cancel()
         engines = [engine for engine in self._engines if engine is not None]
         await asyncio.gather(*(asyncio.to_thread(engine.stop) for engine in engines))
+
+
+async def _order_all(engines: list[EngineProcess], order: HeadOrder) -> None:
+    """Give all engines an order, wait for its end in all, and raise an ApiError if one failed."""
+    waiting: list[asyncio.Future[HeadDone]] = []
+    for engine in engines:
+        engine.head_order = asyncio.get_running_loop().create_future()
+        waiting.append(engine.head_order)
+        if engine.end:
+            engine.head_order.set_result(HeadDone(f"engine {engine.number} {engine.end}", False))
+        engine.send(order)
+    every = await asyncio.gather(*waiting)
+    # An engine that ended after it had done its part starts again with the old head.
+    every += [HeadDone(f"engine {e.number} {e.end}", False) for e in engines if e.end]
+    for done in every:
+        if done.error and done.is_user_error:
+            raise ApiError(400, done.error, param="head", code="head_refused")
+        if done.error:
+            logger.error("a head could not be swapped: %s", done.error)
+            text = "An engine could not take the head; the server's log says why."
+            raise ApiError(500, text, code="engine_error")
 
 
 def specs_for(spec: EngineSpec, count: int) -> list[EngineSpec]:

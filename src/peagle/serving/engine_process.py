@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -27,6 +27,7 @@ import torch
 from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.config.engine import TARGET_DEFAULTS
 from peagle.engine import Calibration, EngineStats, LLMEngine, SpeculationStats
+from peagle.engine.head_swap import HeadSwap
 from peagle.engine.loop import Add, EngineLoop, Order
 from peagle.engine.outputs import StreamChunk
 from peagle.engine.placement import fix_threads, load_target, resolve_device
@@ -45,6 +46,8 @@ _CHECK_EVERY_S = 10.0
 # What a step may take to end when the front end is gone.
 _LAST_STEP_S = 2.0
 _PR_SET_PDEATHSIG = 1
+# A new head decodes what follows these.
+_TRIAL_TEXTS = ("def add(a, b):\n", "The capital of France is", "1, 2, 3, 4, 5,")
 
 
 # ---- messages between the front end and an engine process, pickled over a private pipe -----------
@@ -110,6 +113,25 @@ class Cancel:
 @dataclass(frozen=True, slots=True)
 class Stop:
     """An order to end the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOrder:
+    """An order to the first proposer's engine in a swap of its head for the one in `folder`.
+
+    Loading (with all checks) and copying end with a `HeadDone`.
+    """
+
+    action: Literal["load", "copy", "keep", "restore"]
+    folder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDone:
+    """The end of a `HeadOrder`; `error` is "" unless it failed."""
+
+    error: str = ""
+    is_user_error: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +405,8 @@ class EngineWorker(EngineLoop):
         for llm in llms.values():
             llm.engine.on_pass = heartbeat.planned
         self._last_stats_s = 0.0
+        self._swap: HeadSwap | None = None
+        self._trial: Iterator[None] | None = None
 
     def info(self) -> EngineInfo:
         llm = next(iter(self._llms.values()))
@@ -424,8 +448,15 @@ class EngineWorker(EngineLoop):
     def step(self) -> list[StreamChunk]:
         with self._heartbeat.step():
             chunks = super().step()
+        if self._trial is not None:
+            self._heartbeat.beat(_ORDER_S)
+            self._try_head(self._trial)
         self._worked_s = time.monotonic()
         return chunks
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self._trial is not None or super().has_unfinished
 
     def deliver(self, chunks: list[StreamChunk]) -> None:
         self._send([_without_repeats(chunk) for chunk in chunks], always=not self.has_unfinished)
@@ -457,11 +488,70 @@ class EngineWorker(EngineLoop):
                 self.post(partial(self._obey, message))
         self.post(None)
 
-    def _obey(self, message: Add | Cancel) -> None:
+    def _obey(self, message: Add | Cancel | HeadOrder) -> None:
         if isinstance(message, Add):
             self.add(message)
+        elif isinstance(message, HeadOrder):
+            self._swap_head(message)
         elif self.cancel(message.index):
             self._send([], always=True)
+
+    # ---- swap of the head -----------------------------------------------------------------------
+
+    def _swap_head(self, order: HeadOrder) -> None:
+        swap = self._swap
+        if order.action == "load":
+            name = "peagle-head"
+            threading.Thread(target=self._load_head, args=(order,), name=name, daemon=True).start()
+        elif order.action == "copy":
+            assert swap is not None, "a head was loaded"
+            if self._succeeds(swap.copy):
+                self._connection.send(HeadDone())
+        else:
+            if order.action == "restore" and swap is not None:
+                swap.restore()
+            self._swap = self._trial = None
+
+    def _load_head(self, order: HeadOrder) -> None:
+        """Load a new head in a thread of its own; the engine's then tries it out."""
+        engine = next(iter(self._llms.values())).engine
+        try:
+            swap = HeadSwap(engine, order.folder)
+        except Exception as error:
+            self.post(partial(self._refuse_head, error))
+        else:
+            self.post(partial(self._begin_trial, swap))
+
+    def _begin_trial(self, swap: HeadSwap) -> None:
+        requests = next(iter(self._llms.values())).requests
+        prompts = [ids for text in _TRIAL_TEXTS if (ids := requests.encode(text))]
+        self._swap, self._trial = swap, swap.try_out(prompts)
+
+    def _try_head(self, trial: Iterator[None]) -> None:
+        """Run one step of the trial; its end is that of the order to load."""
+
+        def step() -> None:
+            if next(trial, self) is self:
+                self._trial = None
+
+        if not self._succeeds(step):
+            self._swap = self._trial = None
+        elif self._trial is None:
+            self._connection.send(HeadDone())
+
+    def _succeeds(self, work: Callable[[], None]) -> bool:
+        """Do a part of a swap; send an error, and return false, if it fails."""
+        try:
+            work()
+        except Exception as error:
+            self._refuse_head(error)
+            return False
+        return True
+
+    def _refuse_head(self, error: Exception) -> None:
+        is_mistake = isinstance(error, UserError)
+        text = str(error) if is_mistake else "".join(traceback.format_exception(error))
+        self._connection.send(HeadDone(text, is_mistake))
 
     def _send(self, chunks: list[StreamChunk], *, always: bool) -> None:
         """Send chunks, and the counters of all engines together at most every so often."""

@@ -83,6 +83,26 @@ def load_keys(environ: Mapping[str, str], file: str | Path | None = None) -> Api
     return ApiKeys(read_keys(environ, file))
 
 
+def load_admin_keys(
+    file: str | Path | None, allowed_heads: tuple[str, ...], keys: ApiKeys
+) -> ApiKeys:
+    """Return the keys in `file` of an administrator, who may swap the head.
+
+    Raises:
+        UserError: there are keys without folders, folders without keys, or a client's key is among
+            them; or as `read_keys`.
+    """
+    if (file is None) != (not allowed_heads):
+        given = "--allow-heads" if file is None else "--admin-key-file"
+        raise UserError(f"{given} was given; expected --admin-key-file and --allow-heads.")
+    found = ApiKeys(read_keys({}, file))
+    if set(found.digests) & set(keys.digests):
+        raise UserError(
+            f"A key in {str(file)!r} opens the other routes too; expected an administrator's own."
+        )
+    return found
+
+
 def read_keys(environ: Mapping[str, str], file: str | Path | None = None) -> tuple[str, ...]:
     """Return the keys of `file`, or else of PEAGLE_API_KEY in `environ`.
 

@@ -114,6 +114,14 @@ class RecordCounts:
     dropped: int = 0
 
 
+@dataclass(slots=True)
+class ServedHead:
+    """The head that a server drafts with: the name of its folder, and 1 + the number of swaps."""
+
+    name: str
+    version: int = 1
+
+
 class Metrics:
     """Counters, gauges and histograms of one server; several may live in one process.
 
@@ -123,11 +131,18 @@ class Metrics:
     Args:
         model_name: the label `model_name` of every sample.
         records: counts of recorded answers, where a server records.
+        head: the head, where a server may swap it.
     """
 
-    def __init__(self, model_name: str, records: RecordCounts | None = None) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        records: RecordCounts | None = None,
+        head: ServedHead | None = None,
+    ) -> None:
         self._model_name = model_name
         self._records = records
+        self._head = head
         self._engines: dict[int, _Engine] = {}
         self._waiting: dict[int, float] = {}
         self._failures: dict[Failure, int] = dict.fromkeys(get_args(Failure), 0)
@@ -316,6 +331,12 @@ class Metrics:
                 answers = family(counter, name, text)
                 answers.add_metric([model], count)
                 yield answers
+        if (head := self._head) is not None:
+            served = family(InfoMetricFamily, "head", "The draft head that is served.")
+            served.add_metric([model], {"name": head.name, "version": str(head.version)})
+            swaps = family(counter, "head_swaps", "Times that the draft head was swapped.")
+            swaps.add_metric([model], head.version - 1)
+            yield from (served, swaps)
         yield from (
             *totals,
             per_pos[0],

@@ -424,6 +424,12 @@ class DetokenizeBody(_Body):
     tokens: TokenIds
 
 
+class HeadBody(_Body):
+    """The body of POST /admin/head."""
+
+    head: Name
+
+
 # ---- bodies as sampling parameters ---------------------------------------------------------------
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's

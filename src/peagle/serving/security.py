@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _OPEN_PATHS = frozenset({"/live", "/health", "/ping"})
 _STATIC = "/static/"
+_ADMIN = "/admin/"
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 _FIXED_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
@@ -62,7 +63,9 @@ class SecurityMiddleware:
     raises becomes its answer. Web sockets are refused.
 
     Args:
-        keys: open all routes but /live, /health and /ping; without keys all routes are open.
+        keys: open all routes but /live, /health, /ping and those below /admin/; without keys these
+            routes are open.
+        admin_keys: open the routes below /admin/, to no web page.
         allowed_hosts: names or addresses without port that the Host header may give, "*" for any;
             see `default_allowed_hosts`.
         allowed_origins: origins of foreign web pages that may use the server, such as
@@ -85,13 +88,14 @@ class SecurityMiddleware:
         allowed_origins: Iterable[str] = (),
         body_timeout_s: float = 30.0,
         has_every_route: bool = False,
+        admin_keys: ApiKeys | None = None,
     ) -> None:
         if max_body_bytes < 1:
             raise UserError(f"max_body_bytes is {max_body_bytes}: expected at least 1.")
         if not body_timeout_s > 0:
             raise UserError(f"body_timeout_s is {body_timeout_s}: expected more than 0 seconds.")
         self.app = app
-        self.keys = keys
+        self.keys, self.admin_keys = keys, admin_keys
         self.max_body_bytes = max_body_bytes
         self.body_timeout_s = body_timeout_s
         self.has_every_route = has_every_route
@@ -141,13 +145,16 @@ class SecurityMiddleware:
         """Refuse by an ApiError, or extend the answer's headers; return a preflight's answer."""
         method, path = scope["method"], scope["path"]
         host = self._check_host(headers)
+        if is_admin := bool(self.admin_keys) and path.startswith(_ADMIN):
+            _refuse_pages(headers)
         origin = self._check_origin(headers, host, method, path)
         if origin is not None:
             answer_headers += [(b"access-control-allow-origin", origin), _EXPOSED_HEADER]
             if method == "OPTIONS" and b"access-control-request-method" in headers:
                 return _preflight_headers(headers)
-        if self.keys and path not in _OPEN_PATHS:
-            scope["state"]["cache_salt"] = self._check_key(headers)
+        keys = self.admin_keys if is_admin else self.keys
+        if keys and path not in _OPEN_PATHS:
+            scope["state"]["cache_salt"] = _check_key(headers, keys)
         lacks_route = not self.has_every_route and reason_for_absence(path) is not None
         if method in _BODY_METHODS and not lacks_route:
             _check_content_type(headers)
@@ -202,23 +209,6 @@ class SecurityMiddleware:
                 code="origin_not_allowed",
             )
         return None
-
-    def _check_key(self, headers: _Headers) -> bytes:
-        """Return the salt of the key that came."""
-        values = headers.get(b"authorization", ())
-        key = bearer_key(values[0]) if len(values) == 1 else None
-        salt = None if key is None else self.keys.salt_of(key)
-        if salt is not None:
-            return salt
-        wants_page = any(b"text/html" in value.lower() for value in headers.get(b"accept", ()))
-        found = "That API key is not one of this server's" if key else "No API key came"
-        raise ApiError(
-            401,
-            f"{found}: send the header 'Authorization: Bearer KEY', or give the key as the "
-            "password where a browser asks for one.",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": 'Basic realm="peagle"' if wants_page else "Bearer"},
-        )
 
     def _check_content_length(self, headers: _Headers) -> None:
         values = headers.get(b"content-length")
@@ -331,6 +321,35 @@ def _too_large(size: str, limit: int) -> ApiError:
         "with a larger --max-body-bytes.",
         headers={"Connection": "close"},
     )
+
+
+def _check_key(headers: _Headers, keys: ApiKeys) -> bytes:
+    """Return the salt of the key that came."""
+    values = headers.get(b"authorization", ())
+    key = bearer_key(values[0]) if len(values) == 1 else None
+    salt = None if key is None else keys.salt_of(key)
+    if salt is not None:
+        return salt
+    wants_page = any(b"text/html" in value.lower() for value in headers.get(b"accept", ()))
+    found = "That API key is not one of this server's" if key else "No API key came"
+    raise ApiError(
+        401,
+        f"{found}: send the header 'Authorization: Bearer KEY', or give the key as the "
+        "password where a browser asks for one.",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": 'Basic realm="peagle"' if wants_page else "Bearer"},
+    )
+
+
+def _refuse_pages(headers: _Headers) -> None:
+    """Refuse what a browser sends for a web page, also for a page of this server."""
+    if b"origin" in headers or b"sec-fetch-site" in headers:
+        raise ApiError(
+            403,
+            "The request comes from a web page, and pages cannot administer this server: send it "
+            "with curl or a script.",
+            code="origin_not_allowed",
+        )
 
 
 def _check_content_type(headers: _Headers) -> None:

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from peagle.errors import UserError
 from peagle.serving.app import create_app
 from peagle.serving.config import ServerConfig
 from peagle.serving.connections import (
@@ -31,10 +33,11 @@ from peagle.serving.emf import publishing
 from peagle.serving.engine_pool import EngineFailed, EnginePool, specs_for
 from peagle.serving.engine_process import EngineSpec
 from peagle.serving.errors import ApiError
+from peagle.serving.head_swap import HeadSwaps, resolve_folders
 from peagle.serving.hosts import bind_warning, default_allowed_hosts
 from peagle.serving.keys import ApiKeys, QuotaMiddleware, Quotas
 from peagle.serving.memory_release import return_memory
-from peagle.serving.metrics import Metrics
+from peagle.serving.metrics import Metrics, ServedHead
 from peagle.serving.recording import Recorder
 from peagle.serving.security import SecurityMiddleware
 from peagle.serving.service import Service
@@ -147,6 +150,7 @@ def serve(
     config: ServerConfig,
     spec: EngineSpec,
     keys: ApiKeys,
+    admin_keys: ApiKeys | None = None,
     *,
     name: str,
     listening: socket.socket | None = None,
@@ -154,6 +158,8 @@ def serve(
     """Serve until a signal ends the process: with status 0, or 1 if the engines were lost.
 
     Args:
+        admin_keys: keys of an administrator, who may swap the head for one of
+            `config.allow_heads`; without them nobody may.
         name: the clients' name for the model.
         listening: a socket that is bound already; None binds one.
 
@@ -163,7 +169,9 @@ def serve(
     listening = listening or listen(config.host, config.port)
     connections = Connections(connection_limit(config.max_connections), config.head_timeout_s)
     with asyncio.Runner() as runner:
-        end_process(runner.run(_serve(config, spec, keys, name, listening, connections)))
+        end_process(
+            runner.run(_serve(config, spec, keys, admin_keys, name, listening, connections))
+        )
 
 
 def end_process(status: int) -> NoReturn:
@@ -194,6 +202,7 @@ async def _serve(
     config: ServerConfig,
     spec: EngineSpec,
     keys: ApiKeys,
+    admin_keys: ApiKeys | None,
     name: str,
     listening: socket.socket,
     connections: Connections,
@@ -201,7 +210,9 @@ async def _serve(
     started = time.monotonic()
     recorder = Recorder.of(config, keys)
     spec = replace(spec, identify_target=recorder is not None)
-    metrics = Metrics(name, recorder and recorder.counts)
+    folders = resolve_folders(config.allow_heads)
+    head = _swappable_head(spec) if folders else None
+    metrics = Metrics(name, recorder and recorder.counts, head)
     pool = EnginePool(
         specs_for(spec, config.data_parallel_size),
         metrics,
@@ -209,10 +220,12 @@ async def _serve(
         restart=config.on_engine_failure == "restart",
     )
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint is not None else None
-    service = Service(config, name, tuple(spec.proposers), pool, metrics, tracing, recorder)
+    swaps = None if head is None else HeadSwaps(pool, folders, head)
+    names = tuple(spec.proposers)
+    service = Service(config, name, names, pool, metrics, tracing, recorder, swaps)
     counter = _counted(service)
     uvicorn_config = uvicorn.Config(
-        _guarded(counter, service, keys),
+        _guarded(counter, service, keys, admin_keys),
         http=connections.protocol,
         backlog=ACCEPTED_AT_ONCE,
         log_config=None,
@@ -256,7 +269,15 @@ def _counted(service: Service) -> CountOpen:
     return CountOpen(app, service)
 
 
-def _guarded(app: ASGIApp, service: Service, keys: ApiKeys) -> ASGIApp:
+def _swappable_head(spec: EngineSpec) -> ServedHead:
+    """Return the head of the first proposer; refuse, by a UserError, one without a head."""
+    speculative = next(iter(spec.proposers.values()))
+    if speculative is None or speculative.model is None:
+        raise UserError("--allow-heads was given, and the server drafts without a head.")
+    return ServedHead(Path(speculative.model).resolve().name)
+
+
+def _guarded(app: ASGIApp, service: Service, keys: ApiKeys, admin_keys: ApiKeys | None) -> ASGIApp:
     config = service.config
     hosts = config.allowed_hosts
     if (quotas := Quotas.of(config, has_keys=bool(keys))) is not None:
@@ -264,6 +285,7 @@ def _guarded(app: ASGIApp, service: Service, keys: ApiKeys) -> ASGIApp:
     return SecurityMiddleware(
         app,
         keys=keys,
+        admin_keys=admin_keys,
         allowed_hosts=default_allowed_hosts(config.host) if hosts is None else hosts,
         allowed_origins=config.allowed_origins,
         max_body_bytes=config.max_body_bytes,

@@ -22,6 +22,7 @@ from peagle.serving.config import ServerConfig
 from peagle.serving.engine_pool import Deadline, EnginePool, EngineProcess
 from peagle.serving.engine_process import EngineInfo
 from peagle.serving.errors import ApiError
+from peagle.serving.head_swap import HeadSwaps
 from peagle.serving.keys import Lease
 from peagle.serving.limits import check_calls
 from peagle.serving.metrics import Failure, Metrics
@@ -49,6 +50,7 @@ class Service:
         name: the clients' name for the model.
         proposers: names of the proposers; the first one is the default.
         recorder: records answers; None records none.
+        swaps: swaps the head; None keeps it.
         tokenizer: None while it loads.
         is_draining: the server takes no new requests.
         num_open: number of answers under way.
@@ -61,6 +63,7 @@ class Service:
     metrics: Metrics
     tracing: Tracing | None = None
     recorder: Recorder | None = None
+    swaps: HeadSwaps | None = None
     tokenizer: Tokenizer | None = None
     is_draining: bool = False
     num_open: int = 0

@@ -22,14 +22,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from peagle.config import SamplingParams
+from peagle.models.comparison import NEAR_TIE, near_tie_bound
 from peagle.models.end_tokens import eos_token_ids
 from peagle.models.target import load_tokenizer
 from peagle.results import Difference
 
-NEAR_TIE = 1e-4
-# Logits of 16-bit models are themselves rounded: in bfloat16 two of size 8 to 16 are 0.0625 apart
-# or equal.
-_NEAR_TIES = {torch.bfloat16: 0.25, torch.float16: 2**-5, torch.float64: 1e-9}
 _BATCH_TOKENS = 8192
 
 
@@ -39,11 +36,6 @@ class Reference:
 
     token_ids: list[int]
     logits_NV: Tensor
-
-
-def near_tie_bound(dtype: torch.dtype) -> float:
-    """Return the largest gap between two logits whose order rounding can reverse."""
-    return _NEAR_TIES.get(dtype, NEAR_TIE)
 
 
 def first_difference(
