@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,8 +32,7 @@ from peagle.models.head_json import default_k
 if TYPE_CHECKING:
     from peagle.data.prepare import Collected
     from peagle.data.traffic import Turn
-    from peagle.evaluation.adaptation import Change
-    from peagle.llm import LLM
+    from peagle.evaluation.adaptation import Change, OwnOutputs
 
 EXAMPLES = """
 A new correction for the bundled head, from traffic that a server recorded:
@@ -291,7 +289,7 @@ def _some(collected: Collected, num_tokens: float, seed: int) -> list[int]:
 
 # ---- the run --------------------------------------------------------------------------------
 
-Measured = Mapping[str, tuple[int, int]]
+Measured = dict[str, dict[str, tuple[int, int]]]  # `accepted_drafts` of each side
 
 
 def _adapt(
@@ -299,7 +297,7 @@ def _adapt(
 ) -> dict[str, Any]:
     """Measure, train, measure again, and write the head if it passes; return the result."""
     from peagle.engine.placement import resolve_device
-    from peagle.evaluation.adaptation import Change, own_outputs, refusal
+    from peagle.evaluation.adaptation import Change, refusal
     from peagle.training.adaptation import Adaptation
 
     result: dict[str, Any] = {
@@ -312,13 +310,10 @@ def _adapt(
         "held_out": None,
         "old": None,
     }
-    with _engine(plan, plan.head, line) as llm:
-        line.begin("testing that outputs belong to their prompts")
-        own = own_outputs(llm, data.turns)
-        result["own_outputs"] = asdict(own)
-        if own.refusal:
-            return result | {"refusal": own.refusal}
-        before = _measure(llm, data, "the old head", line)
+    before, own = _measure(plan, plan.head, data, "the old head", line, with_test=True)
+    result["own_outputs"] = asdict(own)
+    if own.refusal:
+        return result | {"refusal": own.refusal}
     output = options.output
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as work:
@@ -340,8 +335,7 @@ def _adapt(
             line.begin,
             lambda step, steps: line.update(step, steps, "", line=f"step {step}/{steps}"),
         )
-        with _engine(plan, new, line) as llm:
-            after = _measure(llm, data, "the new head", line)
+        after, _ = _measure(plan, new, data, "the new head", line)
         changes: dict[str, Change] = {
             name: Change.of(before[name], after[name], seed=options.seed) for name in before
         }
@@ -353,26 +347,37 @@ def _adapt(
     return result
 
 
-@contextmanager
-def _engine(plan: AdaptPlan, head: Path, line: ProgressLine) -> Iterator[LLM]:
-    """Yield an engine with a head, and free its memory at the end."""
+def _measure(
+    plan: AdaptPlan,
+    head: Path,
+    data: AdaptData,
+    who: str,
+    line: ProgressLine,
+    *,
+    with_test: bool = False,
+) -> tuple[Measured, OwnOutputs]:
+    """Return the accepted drafts of a head on held-out traffic, and on old data if there are.
+
+    `with_test` tests first that outputs belong to their prompts, and measures only if they do.
+    """
     line.begin("loading the target and the head")
     from peagle.engine.placement import load_target
+    from peagle.evaluation.adaptation import OwnOutputs, accepted_drafts, own_outputs
     from peagle.evaluation.engine_backend import open_engine
 
+    sides = {"held_out": data.held_out} | ({"old": data.old} if data.old else {})
+    found, own = {}, OwnOutputs(0, 0)
     target = load_target(plan.target, plan.engine)
     config = SpeculativeConfig(model=str(head), num_speculative_tokens=plan.k)
     with open_engine(target, config, **plan.engine_options) as backend:
-        yield backend.llm
-
-
-def _measure(llm: LLM, data: AdaptData, who: str, line: ProgressLine) -> dict[str, Measured]:
-    """Return the accepted drafts of a head on held-out traffic, and on old data if there are."""
-    from peagle.evaluation.adaptation import accepted_drafts
-
-    line.begin(f"measuring {who}")
-    sides = {"held_out": data.held_out} | ({"old": data.old} if data.old else {})
-    return {name: accepted_drafts(llm, turns) for name, turns in sides.items()}
+        if with_test:
+            line.begin("testing that outputs belong to their prompts")
+            own = own_outputs(backend.llm, data.turns)
+        if not own.refusal:
+            line.begin(f"measuring {who}")
+            found = {name: accepted_drafts(backend.llm, turns) for name, turns in sides.items()}
+        del backend  # its memory is released with the context
+    return found, own
 
 
 def _text(result: Mapping[str, Any], options: AdaptOptions) -> str:

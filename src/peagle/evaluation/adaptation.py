@@ -5,7 +5,7 @@ recorded outputs decide nothing here; that they belong to their prompts is teste
 head that learned from exchanged outputs learned something else than the traffic.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -33,27 +33,18 @@ def measured(turns: Sequence[Turn]) -> list[Turn]:
     return list({tuple(turn.prompt): turn for turn in turns}.values())[-MAX_MEASURED:]
 
 
-def accepted_drafts(
-    llm: LLM, turns: Sequence[Turn], watch: Callable[[int], None] = lambda _: None
-) -> dict[str, tuple[int, int]]:
+def accepted_drafts(llm: LLM, turns: Sequence[Turn]) -> dict[str, tuple[int, int]]:
     """Return (accepted draft tokens, drafts) of each conversation, before the loops of outputs.
 
     The target answers the prompts greedily, in as many tokens as were recorded, at most
-    `MAX_TOKENS`. `watch` gets the number of finished answers.
+    `MAX_TOKENS`.
 
     Raises:
         UserError: the engine refuses a prompt.
     """
     lengths = [min(len(turn.response), MAX_TOKENS) for turn in turns]
     params = [SamplingParams(max_tokens=length, temperature=0.0) for length in lengths]
-    done = 0
-
-    def see(chunk: Any) -> None:
-        nonlocal done
-        done += chunk.output is not None
-        watch(done)
-
-    run = time_requests(llm, [turn.prompt for turn in turns], params, see)
+    run = time_requests(llm, [turn.prompt for turn in turns], params)
     found: dict[str, tuple[int, int]] = {}
     for turn, answer in zip(turns, run.answers, strict=True):
         before = counts_of(answer).before_loop

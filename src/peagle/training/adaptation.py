@@ -68,6 +68,7 @@ class Adaptation:
         Raises:
             UserError: head, target or configuration are not usable.
         """
+        self._free()
         config = read_head(self.head).config
         files = {"train": work / "train.safetensors", "validation": work / "validation.safetensors"}
         for name, collected in (("train", train), ("validation", validation)):
@@ -137,10 +138,14 @@ class Adaptation:
         trainer.config = config.planned(total).model_copy(update={"run": run})
         trainer.run()
         del trainer
+        self._free()
+        return total
+
+    def _free(self) -> None:
+        """Give back the memory of what nothing names any more: engines have circles."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return total
 
 
 def check_adaptable(head: Path, what: What) -> DrafterConfig:
