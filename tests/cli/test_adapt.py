@@ -7,6 +7,7 @@ import random
 import secrets
 from base64 import b64encode
 from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,12 @@ def record(folder: Path, target: Path, pairs: Pairs, cipher: Any = None, **facts
 @pytest.fixture(scope="module")
 def pairs() -> Pairs:
     """Accessors of a class with a few names, as the bundled target goes on with them."""
-    draw, texts = random.Random(0), []
-    for _ in range(NUM_REQUESTS):
-        a, b = draw.sample(WORDS.split(), 2)
-        texts.append(
-            f"def get_{a}(self):\n    return self._{a}\n\n\ndef set_{a}(self, {a}):\n"
-            f"    self._{a} = {a}\n\n\ndef get_{b}(self):\n"
-        )
+    names = random.Random(0).sample([*permutations(WORDS.split(), 2)], NUM_REQUESTS)
+    texts = [
+        f"def get_{a}(self):\n    return self._{a}\n\n\ndef set_{a}(self, {a}):\n"
+        f"    self._{a} = {a}\n\n\ndef get_{b}(self):\n"
+        for a, b in names
+    ]
     llm = LLM("bundled", speculative_config={"model": str(BUNDLED_PEAGLE)})
     outputs = llm.generate(texts, SamplingParams(max_tokens=32, temperature=0.0))
     return [

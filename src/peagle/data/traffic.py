@@ -89,7 +89,7 @@ def hold_out(turns: Sequence[Turn], share: float) -> tuple[list[Turn], list[Turn
     sizes = dict.fromkeys(newest, 0)
     for turn in turns:
         sizes[turn.conversation] += 1
-    wanted, held = ceil(share * len(turns)), set()
+    wanted, held = ceil(share * len(turns) - 1e-9), set()
     for name in newest:
         if wanted <= 0:
             break

@@ -77,9 +77,10 @@ class Change:
     ) -> "Change":
         """Compare what `accepted_drafts` returned of the old head and of the new one."""
         old, new = (_counts(one[name] for name in sorted(before)) for one in (before, after))
-        bears = (old[:, 1] > 0) & (new[:, 1] > 0)
-        _, interval = paired_difference(new[bears], old[bears], seed=seed)
-        return cls(_length(old), _length(new), interval, int(bears.sum()))
+        bears = (old[:, 1] > 0) & (new[:, 1] > 0)  # others loop before the first draft
+        old, new = old[bears], new[bears]
+        _, interval = paired_difference(new, old, seed=seed)
+        return cls(_length(old), _length(new), interval, len(old))
 
     @property
     def gain(self) -> float:
