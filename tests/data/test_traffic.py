@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from peagle.data.limits import Limits
 from peagle.data.recorded import RecordFolder, line_of, new_record_file
-from peagle.data.traffic import Turn, collect, hold_out, read_traffic, turns_of
+from peagle.data.traffic import RecordedTurn, collect, hold_out, read_traffic, turns_of
 
 
 def write(folder: Path, turns: list[tuple[float, list[int], list[int]]]) -> Path:
@@ -49,7 +49,7 @@ def test_turns_are_in_order_and_know_their_conversations(tmp_path: Path) -> None
 
 @given(st.lists(st.sampled_from("abcdefgh"), min_size=1), st.sampled_from([0.1, 0.3, 0.9]))
 def test_no_conversation_is_on_both_sides(names: list[str], share: float) -> None:
-    turns = [Turn([number], [1, 1], name) for number, name in enumerate(names)]
+    turns = [RecordedTurn([number], [1, 1], name) for number, name in enumerate(names)]
     learned, held = hold_out(turns, share)
     assert sorted(turn.prompt for turn in learned + held) == [turn.prompt for turn in turns]
     assert not {turn.conversation for turn in learned} & {turn.conversation for turn in held}

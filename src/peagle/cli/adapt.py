@@ -31,8 +31,8 @@ from peagle.models.head_json import default_k
 
 if TYPE_CHECKING:
     from peagle.data.prepare import Collected
-    from peagle.data.traffic import Turn
-    from peagle.evaluation.adaptation import Change, OwnOutputs
+    from peagle.data.traffic import RecordedTurn
+    from peagle.evaluation.adaptation import AcceptanceChange, OwnOutputs
 
 EXAMPLES = """
 A new correction for the bundled head, from traffic that a server recorded:
@@ -204,11 +204,11 @@ def _plan(given: Given, options: AdaptOptions) -> AdaptPlan:
 class AdaptData:
     """The data of training, and the turns that are measured."""
 
-    turns: list[Turn]
+    turns: list[RecordedTurn]
     train: Collected
     validation: Collected
-    held_out: list[Turn]
-    old: list[Turn]
+    held_out: list[RecordedTurn]
+    old: list[RecordedTurn]
     facts: dict[str, Any]
     counts: dict[str, Any]
 
@@ -244,7 +244,7 @@ def _read(options: AdaptOptions, plan: AdaptPlan, line: ProgressLine) -> AdaptDa
             f"No request of --traffic {str(options.traffic)!r} is within --max-length "
             f"{options.max_length}; raise it."
         )
-    old: list[Turn] = []
+    old: list[RecordedTurn] = []
     num_old = 0
     if options.old is not None:
         share = Limits(limits.vocab_size, options.max_length, validation_share=_HELD_OUT_SHARE)
@@ -297,7 +297,7 @@ def _adapt(
 ) -> dict[str, Any]:
     """Measure, train, measure again, and write the head if it passes; return the result."""
     from peagle.engine.placement import resolve_device
-    from peagle.evaluation.adaptation import Change, refusal
+    from peagle.evaluation.adaptation import AcceptanceChange, refusal
     from peagle.training.adaptation import Adaptation
 
     result: dict[str, Any] = {
@@ -336,8 +336,9 @@ def _adapt(
             lambda step, steps: line.update(step, steps, "", line=f"step {step}/{steps}"),
         )
         after, _ = _measure(plan, new, data, "the new head", line)
-        changes: dict[str, Change] = {
-            name: Change.of(before[name], after[name], seed=options.seed) for name in before
+        changes: dict[str, AcceptanceChange] = {
+            name: AcceptanceChange.of(before[name], after[name], seed=options.seed)
+            for name in before
         }
         result |= {name: change.to_json() for name, change in changes.items()}
         result["refusal"] = refusal(changes["held_out"], changes.get("old"), options.max_loss)

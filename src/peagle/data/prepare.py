@@ -205,7 +205,7 @@ def prepare(
         for record in records:
             report.records += 1
             check_tokenizer(record.where, record.data, fingerprint)
-            check_target(record, lm_head)
+            check_recorded_target(record, lm_head)
             if "prompt_token_ids" in record.data or "input_ids" in record.data:
                 if (
                     "tokenizer_sha256" not in {*metadata, *record.data}
@@ -239,7 +239,7 @@ def prepare(
     return train, validation, report
 
 
-def check_target(record: Record, lm_head: str | None) -> None:
+def check_recorded_target(record: Record, lm_head: str | None) -> None:
     """Refuse a record of a server that had another target.
 
     Args:

@@ -8,14 +8,20 @@ from typing import Any
 
 from peagle.data.dataset import check_tokenizer, read_data
 from peagle.data.limits import MIN_RESPONSE, Limits
-from peagle.data.prepare import Collected, PrepareSummary, check_ids, check_target, kept_answers
+from peagle.data.prepare import (
+    Collected,
+    PrepareSummary,
+    check_ids,
+    check_recorded_target,
+    kept_answers,
+)
 from peagle.data.readers import DropCounts, Dropped
 from peagle.data.recorded import RecordFolder
 from peagle.data.samples import Sample, SampleMaker
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RecordedTurn:
     """A prompt and its output.
 
     `conversation` is equal for turns of one conversation. `temperature` is as recorded.
@@ -29,7 +35,7 @@ class Turn:
 
 def read_traffic(
     folder: Path, limits: Limits, fingerprint: str, *, lm_head: str | None, cipher: Any = None
-) -> tuple[list[Turn], DropCounts]:
+) -> tuple[list[RecordedTurn], DropCounts]:
     """Return the turns of recorded traffic, the oldest first, and counts of unusable records.
 
     A turn belongs to the conversation of an earlier one if its prompt begins with the whole prompt
@@ -48,7 +54,7 @@ def read_traffic(
     found: list[tuple[str, Sample, object]] = []
     for record in read_data(folder, cipher)[0]:
         check_tokenizer(record.where, record.data, fingerprint)
-        check_target(record, lm_head)
+        check_recorded_target(record, lm_head)
         for made in maker.samples(record):
             if isinstance(made, Sample) and not (made.begin and len(made.response) >= MIN_RESPONSE):
                 made = Dropped(f"no prompt, or an output of less than {MIN_RESPONSE} tokens")
@@ -61,7 +67,7 @@ def read_traffic(
     found.sort(key=lambda one: one[0])  # servers write files of their own, at the same time
     names = _conversations([sample.prompt for _, sample, _ in found])
     turns = [
-        Turn(sample.prompt, sample.response, name, temperature)
+        RecordedTurn(sample.prompt, sample.response, name, temperature)
         for (_, sample, temperature), name in zip(found, names, strict=True)
     ]
     return turns, counts
@@ -79,7 +85,9 @@ def _conversations(prompts: Sequence[Sequence[int]]) -> list[str]:
     return names
 
 
-def hold_out(turns: Sequence[Turn], share: float) -> tuple[list[Turn], list[Turn]]:
+def hold_out(
+    turns: Sequence[RecordedTurn], share: float
+) -> tuple[list[RecordedTurn], list[RecordedTurn]]:
     """Split turns, the oldest first, into those to learn from and the newest, which are held out.
 
     Whole conversations are held out, those with the newest last turns, until they have `share` of
@@ -95,13 +103,13 @@ def hold_out(turns: Sequence[Turn], share: float) -> tuple[list[Turn], list[Turn
             break
         held.add(name)
         wanted -= sizes[name]
-    sides: tuple[list[Turn], list[Turn]] = ([], [])
+    sides: tuple[list[RecordedTurn], list[RecordedTurn]] = ([], [])
     for turn in turns:
         sides[turn.conversation in held].append(turn)
     return sides
 
 
-def collect(turns: Sequence[Turn], limits: Limits) -> Collected:
+def collect(turns: Sequence[RecordedTurn], limits: Limits) -> Collected:
     """Return turns as samples to train on, each output once, cut at the length limit."""
     collected, report, seen = Collected(), PrepareSummary(), set[bytes]()
     for turn in turns:
@@ -111,13 +119,15 @@ def collect(turns: Sequence[Turn], limits: Limits) -> Collected:
     return collected
 
 
-def turns_of(collected: Collected) -> list[Turn]:
+def turns_of(collected: Collected) -> list[RecordedTurn]:
     """Return the first prompt and answer of each sample."""
     turns = []
     for ids, mask, hash in zip(collected.tokens, collected.masks, collected.hashes, strict=True):
         begin = mask.index(1)
         end = mask.find(0, begin)
         turns.append(
-            Turn(ids[:begin].tolist(), ids[begin : end if end > 0 else None].tolist(), str(hash))
+            RecordedTurn(
+                ids[:begin].tolist(), ids[begin : end if end > 0 else None].tolist(), str(hash)
+            )
         )
     return turns

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from peagle.config import SamplingParams
-from peagle.data.traffic import Turn
+from peagle.data.traffic import RecordedTurn
 from peagle.evaluation.acceptance import counts_of
 from peagle.evaluation.engine_backend import time_requests
 from peagle.evaluation.intervals import Counts, paired_difference
@@ -28,12 +28,12 @@ _MAX_COMPARED, _MIN_COMPARED = 64, 8  # outputs
 _MIN_OWN_SHARE = 0.75  # exchanged outputs have 0.5
 
 
-def measured(turns: Sequence[Turn]) -> list[Turn]:
+def measured(turns: Sequence[RecordedTurn]) -> list[RecordedTurn]:
     """Return the newest turns, as many as are measured; turns of equal prompts count once."""
     return list({tuple(turn.prompt): turn for turn in turns}.values())[-MAX_MEASURED:]
 
 
-def accepted_drafts(llm: LLM, turns: Sequence[Turn]) -> dict[str, tuple[int, int]]:
+def accepted_drafts(llm: LLM, turns: Sequence[RecordedTurn]) -> dict[str, tuple[int, int]]:
     """Return (accepted draft tokens, drafts) of each conversation, before the loops of outputs.
 
     The target answers the prompts greedily, in as many tokens as were recorded, at most
@@ -56,7 +56,7 @@ def accepted_drafts(llm: LLM, turns: Sequence[Turn]) -> dict[str, tuple[int, int
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class AcceptanceChange:
     """Acceptance lengths of two heads on the same requests, and the gain with its interval.
 
     `ci` is the paired 95% interval, None where too few conversations have drafts.
@@ -74,7 +74,7 @@ class Change:
         after: Mapping[str, tuple[int, int]],
         *,
         seed: int = 0,
-    ) -> "Change":
+    ) -> "AcceptanceChange":
         """Compare what `accepted_drafts` returned of the old head and of the new one."""
         old, new = (_counts(one[name] for name in sorted(before)) for one in (before, after))
         bears = (old[:, 1] > 0) & (new[:, 1] > 0)  # others loop before the first draft
@@ -112,7 +112,7 @@ def _length(counts_N2: Counts) -> float:
     return 1 + accepted / max(1, drafts)
 
 
-def refusal(held_out: Change, old: Change | None, max_loss: float) -> str:
+def refusal(held_out: AcceptanceChange, old: AcceptanceChange | None, max_loss: float) -> str:
     """Return the reason to keep the old head, a sentence; "" if the new one passes."""
     if held_out.ci is None or held_out.ci[0] <= 0:
         ends = "unknown" if held_out.ci is None else "{:+.3f} to {:+.3f}".format(*held_out.ci)
@@ -151,7 +151,7 @@ class OwnOutputs:
         )
 
 
-def own_outputs(llm: LLM, turns: Sequence[Turn]) -> OwnOutputs:
+def own_outputs(llm: LLM, turns: Sequence[RecordedTurn]) -> OwnOutputs:
     """Compare how likely the target finds outputs behind their own prompts and behind others.
 
     Some turns of all the traffic are taken. The other prompt is that of the turn half of them

@@ -28,7 +28,7 @@ _MEASURED_SHARE = 0.1  # of the minutes, at most, for the measurement of a step
 
 @dataclass(frozen=True, slots=True)
 class Adaptation:
-    """What is trained, on what, and for how long.
+    """The training of a head on traffic, within some minutes or steps.
 
     Attributes:
         what: "correction" fits the correction of the frozen head, from the present one where it has
