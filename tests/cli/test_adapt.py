@@ -147,8 +147,7 @@ def test_the_head_is_trained_with_old_data(
 MISTAKES = {
     "small": (["--seed", 1], "holds 60 usable requests, whose newest tenth is of 6"),
     "minutes": (["--minutes", 0], "--minutes is 0; expected a finite number above 0"),
-    "share": (["--old-share", 1], "--old-share is 1; expected at least 0 and less than 1"),
-    "loss": (["--max-loss", -1], "--max-loss is -1; expected"),
+    "share": (["--old-share", 1], "--old-share is 1; expected at least 0"),
     "no old": (["--what", "head"], "Name them with --old FILE, or give --old-share 0"),
     "old": (["--old", "x.jsonl"], "expected a .safetensors file that `peagle data prepare`"),
     "set": (["--set", "run.sed=1"], "run.sed is not a known key"),

@@ -43,13 +43,9 @@ The head too, on encrypted records, with data that it was trained on against for
   peagle adapt ./head --target ./Qwen3-0.6B --traffic traffic --record-key-file key \\
       --what head --old train.safetensors --output adapted --minutes 30
 
-For a program: a report whether or not the head passes; status 3 if it does not:
+A report whether or not the head passes; a bound on memory, as in `peagle train`:
   peagle adapt ./head --target ./Qwen3-0.6B --traffic traffic --output adapted \\
-      --report report.json --format json
-
-A value of the training configuration, as in `peagle train`:
-  peagle adapt ./head --target ./Qwen3-0.6B --traffic traffic --output adapted \\
-      --set run.memory_gib=20
+      --report report.json --set run.memory_gib=20
 """
 REFUSED = 3  # exit status
 _HELD_OUT_SHARE = 0.1
@@ -159,7 +155,7 @@ class AdaptPlan:
 
 
 def _plan(given: Given, options: AdaptOptions) -> AdaptPlan:
-    """Check the options and find the models, before torch is imported where that can be."""
+    """Check the options and find the models."""
     output, old = options.output, options.old
     for name, value in (("--minutes", options.minutes), ("--max-loss", options.max_loss)):
         if not 0 < value < math.inf:
@@ -295,7 +291,7 @@ Measured = dict[str, dict[str, tuple[int, int]]]  # `accepted_drafts` of each si
 def _adapt(
     options: AdaptOptions, plan: AdaptPlan, data: AdaptData, line: ProgressLine
 ) -> dict[str, Any]:
-    """Measure, train, measure again, and write the head if it passes; return the result."""
+    """Measure, train, measure again; return the result."""
     from peagle.engine.placement import resolve_device
     from peagle.evaluation.adaptation import AcceptanceChange, refusal
     from peagle.training.adaptation import Adaptation

@@ -1,8 +1,7 @@
 """The gate of an adapted head: acceptance on held-out traffic and on old data, old head and new.
 
-The target answers held-out prompts greedily with each head. Its outputs are the same with both, so
-recorded outputs decide nothing here; that they belong to their prompts is tested by itself, since a
-head that learned from exchanged outputs learned something else than the traffic.
+The target answers held-out prompts greedily with each head. A head that learns from outputs of other
+prompts may gain too, so another test shows whether outputs belong to their prompts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

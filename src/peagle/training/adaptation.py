@@ -59,11 +59,8 @@ class Adaptation:
     ) -> tuple[Path, dict[str, int]]:
         """Train in an empty folder; return the new head there, and steps by what was trained.
 
-        Args:
-            train, validation: validation chooses the best step.
-            facts: provenance of the data.
-            begin: gets the name of what begins.
-            stepped: gets the number of a finished step, and that of all.
+        `validation` chooses the best step, `facts` are the provenance of the data. `begin` gets the
+        name of what begins, `stepped` the number of a finished step and that of all.
 
         Raises:
             UserError: head, target or configuration are not usable.
