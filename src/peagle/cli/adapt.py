@@ -121,8 +121,7 @@ def adapt(given: Given, options: AdaptOptions) -> None:
     The newest tenth of the traffic, by conversations, is held out; the rest is trained on. The
     target answers the held-out prompts greedily with the old head and with the new one. The new
     head passes if the 95% interval of its gain in acceptance length, before the loops of outputs,
-    is above 0, and if it lost less than --max-loss on old data. Otherwise nothing is written, and
-    the status is 3.
+    is above 0, and if it lost less than --max-loss on old data. Else the status is 3.
     """
     plan = _plan(given, options)
     with ProgressLine("step") as line:

@@ -1,7 +1,7 @@
 """The gate of an adapted head: acceptance on held-out traffic and on old data, old head and new.
 
-The target answers held-out prompts greedily with each head. A head that learns from outputs of other
-prompts may gain too, so another test shows whether outputs belong to their prompts.
+The target answers held-out prompts greedily with each head. A head that learns from outputs of
+other prompts may gain too, so another test shows whether outputs belong to their prompts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
