@@ -41,6 +41,7 @@ PRELOADED += [
     *("matplotlib.backends.backend_agg", "matplotlib.pyplot", "rich.live"),
 ]
 LIMITS = {
+    "adapt": ["--steps", "10", "--set", "data.batch_tokens=1024"],
     "bench": [
         *("--limit", "2", "--max-new-tokens", "2"),
         *("--concurrency", "1", "--warm-up", "0", "--repeats", "1"),

@@ -123,3 +123,24 @@ def test_an_eagle3_head_is_refused(
     head = head_folders(parallel=False)
     with pytest.raises(UserError, match="an EAGLE-3 head, whose drafts see each other; expected"):
         Trainer(fitting(target_folder, responses, tmp_path, head))
+
+
+@pytest.mark.slow
+def test_it_goes_on_with_the_present_correction(
+    target_folder: Path, responses: Path, head: Path, tmp_path: Path
+) -> None:
+    """Its first validation is the last one of the fit before, not that of the bare head."""
+
+    def validations(output: str, start: str, **changes: Any) -> list[TrainingReport]:
+        reports: list[TrainingReport] = []
+        run = fitting(target_folder, responses, tmp_path / output, head, start=start, **changes)
+        Trainer(run, reports.append).run()
+        return [report for report in reports if report.kind == "validation"]
+
+    before = validations("a", "fresh", steps=40)
+    again = validations("b", "present")
+    best = next(one for one in reversed(before) if one.is_best)
+    assert again[0].loss == pytest.approx(best.loss, rel=0.02), "but for the stored bfloat16"
+    assert again[0].loss < 0.95 * before[0].loss
+    with pytest.raises(UserError, match=r"correction\.rank is 8, and the correction of the head"):
+        validations("c", "present", rank=8)

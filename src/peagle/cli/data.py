@@ -500,7 +500,7 @@ def _plan_preparation(options: PrepareOptions) -> PreparePlan:
     return PreparePlan(sources, validation, share, cipher)
 
 
-def _lm_head_of(folder: Path) -> str | None:
+def lm_head_of(folder: Path) -> str | None:
     """Return the hash of a target's lm_head as records name it; None if it cannot be compared."""
     from peagle.models.fingerprint import identity_of
     from peagle.models.target_ends import TargetEnds
@@ -535,7 +535,7 @@ def _prepare(options: PrepareOptions, plan: PreparePlan) -> PrepareSummary:
         limits,
         fingerprint,
         needs_thinking=maker.lacks_thinking,
-        lm_head=_lm_head_of(folder) if any(map(is_recording, plan.sources)) else None,
+        lm_head=lm_head_of(folder) if any(map(is_recording, plan.sources)) else None,
         cipher=plan.cipher,
     )
     facts = {

@@ -1,8 +1,8 @@
 """The `peagle` command: finds the subcommand, runs it, turns errors into exit statuses.
 
 Status 0: done. 1: the reader of the output went away, or there is no room for it. 2: a mistake in
-the input (`UserError` or usage), or a disk that is full. 130: interrupted. A fault of peagle shows
-its traceback.
+the input (`UserError` or usage), or a disk that is full. 3: `peagle adapt` keeps the old head. 130:
+interrupted. A fault of peagle shows its traceback.
 """
 
 import errno
@@ -28,6 +28,7 @@ _UNWRITABLE_ERRORS = (errno.EPIPE, *FULL_DISK_ERRORS)
 # Name and one-line help of each command. The command is the function of that name (_ for -) in the
 # module peagle.cli.NAME, whose EXAMPLES close the help page; a call of the command imports it.
 COMMANDS = {
+    "adapt": "Make a better draft head from recorded traffic, if it proves to be better.",
     "bench": "Measure throughput and latency by method, K and concurrency.",
     "catalog": "List the models with published draft heads, and what it takes to deploy them.",
     "chat": "Talk with a model in the terminal.",

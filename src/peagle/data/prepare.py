@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,11 @@ class Collected:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def extend(self, other: Collected, order: Iterable[int]) -> None:
+        """Put samples of another collection behind the others, by their numbers there."""
+        for index in order:
+            self._append(other.tokens[index], other.masks[index], other.hashes[index])
 
     def add(self, sample: Sample, temperature: object = None) -> None:
         """Put a sample behind the others, or behind the newest one of its conversation.
@@ -200,7 +205,7 @@ def prepare(
         for record in records:
             report.records += 1
             check_tokenizer(record.where, record.data, fingerprint)
-            _check_target(record, lm_head)
+            check_recorded_target(record, lm_head)
             if "prompt_token_ids" in record.data or "input_ids" in record.data:
                 if (
                     "tokenizer_sha256" not in {*metadata, *record.data}
@@ -216,8 +221,8 @@ def prepare(
                 if isinstance(made, Dropped):
                     report.drop(made, record.where)
                     continue
-                _check_ids(made.ids, record.where, limits)
-                answers = list(_kept_answers(made, record.where, limits, seen, report))
+                check_ids(made.ids, record.where, limits)
+                answers = list(kept_answers(made, record.where, limits, seen, report))
                 if answers:
                     kept = Sample.of(made.ids, answers, made.group)
                     collected.add(kept, record.data.get("temperature"))
@@ -234,8 +239,15 @@ def prepare(
     return train, validation, report
 
 
-def _check_target(record: Record, lm_head: str | None) -> None:
-    """Refuse a record of a server that had another target."""
+def check_recorded_target(record: Record, lm_head: str | None) -> None:
+    """Refuse a record of a server that had another target.
+
+    Args:
+        lm_head: as for `prepare`; None compares nothing.
+
+    Raises:
+        UserError: it had.
+    """
     theirs = record.data.get("lm_head_sha256")
     if None not in (theirs, lm_head) and theirs != lm_head:
         raise UserError(
@@ -244,7 +256,12 @@ def _check_target(record: Record, lm_head: str | None) -> None:
         )
 
 
-def _check_ids(ids: list[int], where: str, limits: Limits) -> None:
+def check_ids(ids: list[int], where: str, limits: Limits) -> None:
+    """Refuse token ids outside the vocabulary.
+
+    Raises:
+        UserError: naming one.
+    """
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < limits.vocab_size:
             raise UserError(
@@ -253,7 +270,7 @@ def _check_ids(ids: list[int], where: str, limits: Limits) -> None:
             )
 
 
-def _kept_answers(
+def kept_answers(
     sample: Sample, where: str, limits: Limits, seen: set[bytes], report: PrepareSummary
 ) -> Iterator[tuple[int, int]]:
     """Yield (begin, end) of the answers that are new and within the limits; report the others.

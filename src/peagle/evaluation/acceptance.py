@@ -70,7 +70,8 @@ def _before_loop(
     return stats, num_steps
 
 
-def _counts_of(answer: Answer, conversation: str = "") -> RequestCounts:
+def counts_of(answer: Answer, conversation: str = "") -> RequestCounts:
+    """Return the counters of an answer that has drafts; those up to its loop if it has steps."""
     assert answer.stats is not None
     counts = RequestCounts(conversation, answer.stats, answer.num_tokens)
     if answer.steps is not None and answer.token_ids is not None:
@@ -107,7 +108,7 @@ def acceptance_figures(answers: Sequence[Answer]) -> dict[str, Any]:
     without a draft: both figures are equal for heads, and tokens_per_step is lower for prompt
     lookup. Figures "before_loop" count only the steps that end before a loop.
     """
-    every = [_counts_of(answer) for answer in answers]
+    every = [counts_of(answer) for answer in answers]
     total = SpeculationStats.pooled(counts.stats for counts in every)
     early = [counts.before_loop for counts in every if counts.before_loop is not None]
     before = SpeculationStats.pooled(stats for stats, _ in early)
@@ -184,7 +185,7 @@ def figures_of_answers(
     Answers without steps give no figures by context or position. The target's tokenizer is for
     texts by token; None leaves these out. `seed` seeds the resamples of the intervals.
     """
-    counts = [_counts_of(one.answer, one.conversation) for one in observations]
+    counts = [counts_of(one.answer, one.conversation) for one in observations]
 
     def by(key: Callable[[Observation], str]) -> dict[str, Slice]:
         groups: dict[str, list[RequestCounts]] = {}

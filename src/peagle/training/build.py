@@ -138,7 +138,7 @@ def planned_shape(
 
 
 def _corrected(folder: Path, config: TrainConfig, target: TargetFacts) -> Built:
-    """Return the head in `folder`, frozen, with a correction whose term is 0."""
+    """Return the head in `folder`, frozen, with its correction or one whose term is 0."""
     drafter = load_drafter(folder, target, dtype=torch.promote_types(target.dtype, torch.float32))
     if not drafter.config.is_parallel:
         raise UserError(
@@ -146,7 +146,10 @@ def _corrected(folder: Path, config: TrainConfig, target: TargetFacts) -> Built:
             "expected a P-EAGLE head."
         )
     _reserve(drafter, config)
-    return Built(drafter, None, _fresh_correction(drafter, config), is_frozen=True)
+    correction = None
+    if config.correction.start == "present":
+        correction = _present_correction(folder, drafter, config, "the head")
+    return Built(drafter, None, correction or _fresh_correction(drafter, config), is_frozen=True)
 
 
 def build_correction(hidden_size: int, config: TrainConfig) -> Correction:
@@ -193,7 +196,18 @@ def _warm_correction(init: InitHead, config: TrainConfig, drafter: Drafter) -> C
     """Return the correction of the head to start from; None: it has none, or none is trained."""
     if not config.correction.is_trained or not init.config.is_parallel:
         return None
-    stored = read_correction(init.folder, init.config)
+    return _present_correction(init.folder, drafter, config, "head.init", init.config)
+
+
+def _present_correction(
+    folder: Path,
+    drafter: Drafter,
+    config: TrainConfig,
+    where: str,
+    stored_config: DrafterConfig | None = None,
+) -> Correction | None:
+    """Return the correction beside the head in `folder`, to go on with; None: there is none."""
+    stored = read_correction(folder, stored_config or drafter.config)
     if stored is None:
         return None
     fresh = build_correction(drafter.config.hidden_size, config)
@@ -201,8 +215,8 @@ def _warm_correction(init: InitHead, config: TrainConfig, drafter: Drafter) -> C
         asked, found = getattr(fresh, name), getattr(stored, name)
         if asked != found:
             raise UserError(
-                f"correction.{name} is {asked!r}, and the correction of head.init, "
-                f"{str(init.folder / CORRECTION_NAME)!r}, has {found!r}. Set correction.{name} to "
+                f"correction.{name} is {asked!r}, and the correction of {where}, "
+                f"{str(folder / CORRECTION_NAME)!r}, has {found!r}. Set correction.{name} to "
                 f"{found!r} to go on with it, or move that file away for a new one."
             )
     taken = stored.state_dict()

@@ -230,6 +230,8 @@ class CorrectionSection(_Section):
             correction where `on` names a head.
         on: folder of a head to fit a correction on, in place of training a head; none trains a
             head. The correction is written beside the head.
+        start: "fresh" fits from a term of 0; "present" goes on with the correction that the head
+            has, where it has one.
         rank, width: r and W of the term; a slot reads r numbers of each token of the draft
             vocabulary.
         alone: share of the chains that are graded without the correction when both are trained
@@ -245,6 +247,7 @@ class CorrectionSection(_Section):
 
     train: Literal["after", "together"] = "after"
     on: Annotated[Path | None, _model("draft")] = None
+    start: Literal["fresh", "present"] = "fresh"
     rank: int = Field(64, ge=1, le=8192)
     width: int = Field(256, ge=1, le=8192)
     alone: float = Field(0.25, ge=0, le=0.75)
@@ -548,11 +551,21 @@ class TrainConfig(_Section):
         if correction_on is not None:
             head = Path(expand_bundled(correction_on, "draft")).absolute()
             _put(data, f"correction.on={json.dumps(str(head))}")
+        return cls.of(data, source=str(path))._relative_to(file.parent)._with_target_folder()
+
+    @classmethod
+    def of(cls, data: dict[str, Any], overrides: Sequence[str] = (), *, source: str) -> Self:
+        """Return the run with the keys of a file; `overrides` go over them, as in `read`.
+
+        Raises:
+            UserError: a key or value is not understood; it names `source`.
+        """
+        for override in overrides:
+            _put(data, override)
         try:
-            config = cls.model_validate(data)
+            return cls.model_validate(data)
         except ValidationError as error:
-            raise UserError(f"{str(path)!r}: {_first_problem(error)}") from None
-        return config._relative_to(file.parent)._with_target_folder()
+            raise UserError(f"{source!r}: {_first_problem(error)}") from None
 
     def check_paths(self) -> None:
         """Refuse a target, an init head or data files that are not there.

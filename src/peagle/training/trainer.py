@@ -404,8 +404,8 @@ class Trainer:
     def _select(self) -> None:
         """Validate, and keep the head if it is the best so far.
 
-        Before its first step a correction changes nothing: the figures are the head's own, which
-        a correction that is kept must beat.
+        Before its first step a fresh correction changes nothing: the figures are the head's own, or
+        those with the correction that it has, which a correction that is kept must beat.
         """
         if self.validation is not None:
             self._begin(f"validating step {self.step}")

@@ -1,0 +1,166 @@
+"""Training a head further on recorded traffic: its correction alone, or the head too."""
+
+import gc
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from peagle.data.prepare import Collected
+from peagle.disk import LOCK_NAME
+from peagle.errors import UserError
+from peagle.models.checkpoint import read_correction, read_head
+from peagle.models.drafter import DrafterConfig
+from peagle.training.config import TrainConfig
+from peagle.training.trainer import Trainer
+
+What = Literal["correction", "head"]
+_MAX_EPOCHS = {"correction": 6, "head": 3}
+_HEAD_SHARE = 0.6  # of the minutes, where a correction is fitted behind
+_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+_ROW_MULTIPLE = 64
+_NUM_VALIDATIONS = 6
+_MEASURED_SHARE = 0.1  # of the minutes, at most, for the measurement of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptation:
+    """The training of a head on traffic, within some minutes or steps.
+
+    Attributes:
+        what: "correction" fits the correction of the frozen head, from the present one where it has
+            one; "head" goes on training the head and fits a new correction behind it.
+        head, target: folders.
+        minutes: of training steps, at most, and no more than a few epochs.
+        steps: of each training, in place of minutes; runs with equal steps and seed are equal.
+        overrides: of the training configuration, KEY=VALUE.
+    """
+
+    what: What
+    head: Path
+    target: Path
+    device: torch.device
+    seed: int
+    minutes: float
+    steps: int | None = None
+    overrides: Sequence[str] = ()
+
+    def run(
+        self,
+        train: Collected,
+        validation: Collected,
+        facts: dict[str, Any],
+        work: Path,
+        begin: Callable[[str], None] = lambda _: None,
+        stepped: Callable[[int, int], None] = lambda *_: None,
+    ) -> tuple[Path, dict[str, int]]:
+        """Train in an empty folder; return the new head there, and steps by what was trained.
+
+        `validation` chooses the best step, `facts` are the provenance of the data. `begin` gets the
+        name of what begins, `stepped` the number of a finished step and that of all.
+
+        Raises:
+            UserError: head, target or configuration are not usable.
+        """
+        self._free()
+        config = read_head(self.head).config
+        files = {"train": work / "train.safetensors", "validation": work / "validation.safetensors"}
+        for name, collected in (("train", train), ("validation", validation)):
+            collected.write(files[name], facts)
+        longest = max(map(len, (*train.tokens, *validation.tokens)))
+        data = {name: str(file) for name, file in files.items()} | {
+            "max_length": max(longest, 8),
+            "batch_tokens": max(_BATCH_TOKENS.get(self.device.type, 8192), longest + _ROW_MULTIPLE),
+            "length_multiple": _ROW_MULTIPLE,
+        }
+        base = {
+            "target": str(self.target),
+            "data": data,
+            "method": {
+                "name": "peagle" if config.is_parallel else "eagle3",
+                "depth": config.trained_depth or 8,
+            },
+            "run": {
+                "seed": self.seed,
+                "device": str(self.device),
+                "validation_temperature": 0.0,
+                "validation_batches": 64,
+                "save_every": 1 << 30,
+            },
+        }
+        head, steps = work / "head", {}
+        own: dict[str, Any] = {}
+        if self.what == "head":
+            has_both = config.is_parallel
+            minutes = self.minutes * (_HEAD_SHARE if has_both else 1)
+            run = {"output": str(work), "head": {"init": str(self.head)}, "optimizer": {"steps": 1}}
+            steps["head"] = self._train("head", {**base, **run}, minutes, begin, stepped)
+            if not has_both:
+                return head, steps
+            own["start"] = "fresh"
+            minutes = self.minutes * (1 - _HEAD_SHARE)
+        else:
+            minutes = self.minutes
+            shutil.copytree(self.head, head, ignore=shutil.ignore_patterns(LOCK_NAME))
+            own = {"start": "present", **_sizes(self.head, config)}
+        run = {"output": str(work / "correction"), "correction": {"on": str(head), **own}}
+        steps["correction"] = self._train("correction", {**base, **run}, minutes, begin, stepped)
+        return head, steps
+
+    def _train(
+        self,
+        what: What,
+        data: Mapping[str, Any],
+        minutes: float,
+        begin: Callable[[str], None],
+        stepped: Callable[[int, int], None],
+    ) -> int:
+        """Train by a configuration; return the number of steps."""
+        config = TrainConfig.of(dict(data), self.overrides, source=f"--what {self.what}")
+        total = 0
+        trainer = Trainer(config, begin=begin, stepped=lambda step: stepped(step, total))
+        total = self.steps or 0
+        if not total:
+            begin("measuring a step")
+            seconds = trainer.measure_step(60 * minutes * _MEASURED_SHARE)
+            most = _MAX_EPOCHS[what] * trainer.stream.steps_per_epoch
+            if what == "correction":
+                most = min(most, config.correction.steps)
+            total = max(1, min(most, int(60 * minutes / max(seconds, 1e-6))))
+        every = max(1, -(-total // _NUM_VALIDATIONS))
+        run = config.run.model_copy(update={"validate_every": every})
+        trainer.config = config.planned(total).model_copy(update={"run": run})
+        trainer.run()
+        del trainer
+        self._free()
+        return total
+
+    def _free(self) -> None:
+        """Give back the memory of what nothing names any more: engines have circles."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def check_adaptable(head: Path, what: What) -> DrafterConfig:
+    """Return the shape of a head that can be adapted.
+
+    Raises:
+        UserError: it is an EAGLE-3 head, and a correction is asked for; or it is none.
+    """
+    config = read_head(head).config
+    if what == "correction" and not config.is_parallel:
+        raise UserError(
+            f"{str(head)!r} is an EAGLE-3 head, whose drafts see each other and need no "
+            "correction; expected a P-EAGLE head, or --what head."
+        )
+    return config
+
+
+def _sizes(head: Path, config: DrafterConfig) -> dict[str, int]:
+    """Return the sizes of the correction beside a head, {} without one."""
+    present = read_correction(head, config)
+    return {} if present is None else {"rank": present.rank, "width": present.width}

@@ -1,0 +1,189 @@
+"""`peagle adapt`, on traffic that the bundled target wrote, and on mistakes."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+from base64 import b64encode
+from collections.abc import Sequence
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle import LLM, SamplingParams
+from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.data.dataset import write_store
+from peagle.data.prepare import Collected
+from peagle.data.recorded import RecordFolder, line_of, new_record_file, read_cipher
+from peagle.data.samples import Sample
+from peagle.engine import SpeculationStats
+from peagle.models.checkpoint import CORRECTION_NAME
+from peagle.models.fingerprint import identity_of
+from peagle.models.target_ends import TargetEnds
+from tests.cli.conftest import Pair, Peagle, Result
+
+Pairs = Sequence[tuple[list[int], list[int]]]
+WORDS = """alpha beta width height color index count total name value start stop size depth offset
+label path mode limit score weight price key text line user group owner parent child node edge
+source target query result status error message level queue stack buffer cache token date"""
+NUM_REQUESTS = 110
+
+
+def record(folder: Path, target: Path, pairs: Pairs, cipher: Any = None, **facts: Any) -> Path:
+    """Record prompts with outputs, one a second, as a server does."""
+    made = RecordFolder.create(folder)
+    facts = {**identity_of(TargetEnds.load(target)), "temperature": 0.0, **facts}
+    with new_record_file(made.path, 1e9).open("wb") as file:
+        for number, (prompt, output) in enumerate(pairs):
+            ids = {"prompt_token_ids": prompt, "response_token_ids": output}
+            file.write(line_of(None, 1e9 + number, facts | ids, cipher))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Pairs:
+    """Accessors of a class with a few names, as the bundled target goes on with them."""
+    names = random.Random(0).sample([*permutations(WORDS.split(), 2)], NUM_REQUESTS)
+    texts = [
+        f"def get_{a}(self):\n    return self._{a}\n\n\ndef set_{a}(self, {a}):\n"
+        f"    self._{a} = {a}\n\n\ndef get_{b}(self):\n"
+        for a, b in names
+    ]
+    llm = LLM("bundled", speculative_config={"model": str(BUNDLED_PEAGLE)})
+    outputs = llm.generate(texts, SamplingParams(max_tokens=32, temperature=0.0))
+    return [
+        (llm.requests.encode(text), one.token_ids) for text, one in zip(texts, outputs, strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_the_correction_gains_on_its_traffic(peagle: Peagle, pairs: Pairs, tmp_path: Path) -> None:
+    traffic, new = record(tmp_path / "traffic", BUNDLED_TARGET, pairs), tmp_path / "new"
+    options = ["--target", "bundled", "--traffic", traffic, "--output", new, "--steps", 10]
+    options += ["--set", "data.batch_tokens=1024"]
+    result = peagle("adapt", "bundled", *options, "--format", "json")
+    assert result.status == 0, result.err
+    told = json.loads(result.out)
+    assert told["head"] == str(new) and told["refusal"] == "" and told["old"] is None
+    assert told["held_out"]["gain_ci"][0] > 0 and "forgetting is not tested" in result.err
+    assert told["requests"]["held_out"] == 11
+    assert told["own_outputs"]["own"] == told["own_outputs"]["compared"] > 50
+    weights, own = "model.safetensors", new / CORRECTION_NAME
+    assert (new / weights).read_bytes() == (BUNDLED_PEAGLE / weights).read_bytes()
+    assert own.read_bytes() != (BUNDLED_PEAGLE / CORRECTION_NAME).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "traffic"]
+    # Serving accepts more of the newest requests.
+    prompts = [prompt for prompt, _ in pairs[-11:]]
+    lengths = []
+    for head in (BUNDLED_PEAGLE, new):
+        llm = LLM("bundled", speculative_config={"model": str(head), "num_speculative_tokens": 7})
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=32, temperature=0.0))
+        stats = SpeculationStats.pooled(one.stats for one in outputs)
+        lengths.append(stats.acceptance_length)
+    assert lengths[1] > lengths[0] + 0.05
+    again = peagle("adapt", "bundled", *options)
+    assert again.status == 2 and "is there already; name a new folder" in again.err
+
+
+@pytest.mark.slow
+def test_exchanged_outputs_are_refused(peagle: Peagle, pairs: Pairs, tmp_path: Path) -> None:
+    outputs = [output for _, output in pairs]
+    random.Random(1).shuffle(outputs)
+    swapped = [(prompt, output) for (prompt, _), output in zip(pairs, outputs, strict=True)]
+    traffic = record(tmp_path / "traffic", BUNDLED_TARGET, swapped)
+    new, report = tmp_path / "new", tmp_path / "report.json"
+    options = ["--target", "bundled", "--traffic", traffic, "--output", new, "--report", report]
+    result = peagle("adapt", "bundled", *options)
+    assert result.status == 3 and "likelier behind their own prompts" in result.err
+    assert not new.exists() and json.loads(report.read_text())["refusal"] in result.err
+
+
+def some(count: int, length: int = 12) -> Pairs:
+    draw = random.Random(2)
+    return [([n % 250, n // 250, 7], draw.choices(range(250), k=length)) for n in range(count)]
+
+
+def on_tiny(peagle: Peagle, pair: Pair, tmp_path: Path, *options: object) -> Result:
+    given = ["--target", pair.target, "--traffic", tmp_path / "traffic", "-o", tmp_path / "new"]
+    return peagle("adapt", pair.peagle, *given, *options)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the test of outputs, which a random target did not write."""
+    monkeypatch.setattr("peagle.evaluation.adaptation._MIN_OWN_SHARE", 0.0)
+
+
+def old_data(path: Path, count: int) -> Path:
+    collected = Collected()
+    for prompt, output in some(count):
+        collected.add(Sample.answered(prompt, output, str(prompt)))
+    write_store(path, collected._dataset(), {})
+    return path
+
+
+@pytest.mark.slow
+def test_the_head_is_trained_with_old_data(
+    peagle: Peagle, pair: Pair, tmp_path: Path, unchecked: None
+) -> None:
+    record(tmp_path / "traffic", pair.target, some(110))
+    old = old_data(tmp_path / "old.safetensors", 160)
+    options = ["--what", "head", "--old", old, "--steps", 2, "--format", "json"]
+    result = on_tiny(peagle, pair, tmp_path, *options)
+    told = json.loads(result.out)
+    assert result.status == 3 and "gain in acceptance length" in result.err, result.err
+    assert told["steps"] == {"head": 2, "correction": 2} and told["old"] is not None
+    counts = told["requests"]
+    share = counts["old_trained_on"] / (counts["old_trained_on"] + counts["trained_on"])
+    assert share == pytest.approx(0.3, abs=0.02)  # all samples are of one length
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old.safetensors", "traffic"]
+    # The same again is the same, but for the time.
+    assert json.loads(on_tiny(peagle, pair, tmp_path, *options).out) == told
+
+
+MISTAKES = {
+    "small": (["--seed", 1], "holds 60 usable requests, whose newest tenth is of 6"),
+    "minutes": (["--minutes", 0], "--minutes is 0; expected a finite number above 0"),
+    "share": (["--old-share", 1], "--old-share is 1; expected at least 0"),
+    "no old": (["--what", "head"], "Name them with --old FILE, or give --old-share 0"),
+    "old": (["--old", "x.jsonl"], "expected a .safetensors file that `peagle data prepare`"),
+    "set": (["--set", "run.sed=1"], "run.sed is not a known key"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told(
+    peagle: Peagle, pair: Pair, tmp_path: Path, unchecked: None, name: str
+) -> None:
+    options, text = MISTAKES[name]
+    record(tmp_path / "traffic", pair.target, some(110 if name == "set" else 60))
+    result = on_tiny(peagle, pair, tmp_path, *options)
+    assert result.status == 2 and text in result.err, result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["traffic"]
+
+
+def test_other_heads_and_records_are_refused(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    traffic, new, key = tmp_path / "traffic", tmp_path / "new", tmp_path / "key"
+    result = on_tiny(peagle, pair, tmp_path)
+    assert result.status == 2 and "holds no records" in result.err
+    record(traffic, pair.target, some(110))
+    options = ["--target", pair.target, "-o", new, "--traffic"]
+    result = peagle("adapt", pair.eagle3, *options, traffic)
+    assert result.status == 2 and "is an EAGLE-3 head" in result.err
+    result = peagle("adapt", BUNDLED_PEAGLE, *options, traffic)
+    assert result.status == 2 and "target" in result.err, result.err
+    texts = {"tokenizer_sha256": "another tokenizer", "lm_head_sha256": "from another target"}
+    for name, text in texts.items():
+        other = record(tmp_path / name, pair.target, some(110), **{name: "c" * 64})
+        result = peagle("adapt", pair.peagle, *options, other)
+        assert result.status == 2 and text in result.err, result.err
+    key.write_bytes(b64encode(secrets.token_bytes(32)))
+    secret = record(tmp_path / "secret", pair.target, some(20), read_cipher(key))
+    result = peagle("adapt", pair.peagle, *options, secret)
+    assert result.status == 2 and "with --record-key-file" in result.err
+    result = peagle("adapt", pair.peagle, *options, secret, "--record-key-file", key)
+    assert "holds 20 usable requests" in result.err
+    assert not new.exists()
