@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from deploy.fake_aws import ACCESS_KEY, BUCKET, ROLE, SECRET_KEY, FakeAws
-from deploy.fake_endpoints import Invocation
 from peagle.cli.deploy import SUBCOMMANDS
 from peagle.deploy.aws import Clock
 from tests.cli.conftest import Pair, Peagle, Result, environment
@@ -304,39 +303,28 @@ def test_create_update_and_what_they_tell(peagle: Peagle, aws: FakeAws) -> None:
 
 
 def test_what_an_endpoint_captures_is_prepared(
-    peagle: Peagle, aws: FakeAws, tmp_path: Path
+    peagle: Peagle, aws: FakeAws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the calls; they outlive the endpoint, and a change of it ends the capture."""
+    """Half of the calls, until an update ends it; the files outlive the endpoint."""
     aws.make_bucket()
-    place = ("gpt-oss-20b", "--role", ROLE, "--name", "chat")
-    made = peagle(*SAGEMAKER, "create", *place, "--capture-share", 0.5)
-    assert made.status == 0, made.err
+    body = json.dumps({"prompt": "again"})
+    answer = json.dumps({"choices": [{"text": " and again, and again", "finish_reason": "stop"}]})
+    monkeypatch.setattr(aws.endpoints, "answer_with", lambda _: [answer.encode()])
     client = aws.client("sagemaker-runtime")
-
-    def answer(invocation: Invocation) -> list[bytes]:
-        asked = json.loads(invocation.body)["prompt"]
-        choice = {"index": 0, "text": f"{asked} again, and again", "finish_reason": "stop"}
-        return [json.dumps({"choices": [choice]}).encode()]
-
-    aws.endpoints.answer_with = answer
-    for number in range(6):
-        body = json.dumps({"prompt": f"number {number}"})
-        client.invoke_endpoint(EndpointName="chat", Body=body, ContentType="application/json")
-    ended = peagle(*SAGEMAKER, "update", "chat", "--capture-share", 0)
-    assert ended.status == 0, ended.err
-    client.invoke_endpoint(EndpointName="chat", Body=body, ContentType="application/json")
+    options = ("--role", ROLE, "--name", "chat", "--capture-share", 0.5)
+    for command in (("create", "gpt-oss-20b", *options), ("update", "chat", "--capture-share", 0)):
+        made = peagle(*SAGEMAKER, *command)
+        assert made.status == 0, made.err
+        for _ in range(4):
+            client.invoke_endpoint(EndpointName="chat", Body=body, ContentType="application/json")
     assert peagle(*SAGEMAKER, "delete", "chat", "--yes").status == 0
-    found = aws.objects(f"s3://{BUCKET}/peagle/chat/capture/")
-    assert len(found) == 3 and all(re.match(r"chat/AllTraffic/\d{4}/\d\d/", name) for name in found)
-    for name, content in found.items():
+    for name, content in aws.objects(f"s3://{BUCKET}/peagle/chat/capture/").items():
         file = tmp_path / "captured" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
-    output = tmp_path / "train.safetensors"
-    where = ("--target", "bundled", "--output", output, "--format", "json")
-    prepared = peagle("data", "prepare", tmp_path / "captured", *where)
-    counts = planned(prepared)
-    assert (counts["records"], counts["samples"], counts["dropped"]) == (3, 3, {})
+    where = ("--target", "bundled", "--output", tmp_path / "x.safetensors", "--format", "json")
+    counts = planned(peagle("data", "prepare", tmp_path / "captured", *where))
+    assert (counts["records"], counts["samples"], counts["duplicates"]) == (2, 1, 1)
 
 
 def test_create_of_models_here(peagle: Peagle, aws: FakeAws, pair: Pair) -> None:

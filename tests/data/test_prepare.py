@@ -275,7 +275,6 @@ def test_pairs_are_chats_or_plain_text() -> None:
 
 
 def test_completions_of_a_server_are_plain_text() -> None:
-    """Their prompts are tokenised as the server did it: with the special tokens, or without."""
     tokenizer = byte_tokenizer()
     processor = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
     tokenizer.backend_tokenizer.post_processor = processor

@@ -135,27 +135,19 @@ class FakeEndpoints:
         wanted = self._moto.endpoint_configs[config].data_capture_config
         self.num_calls += 1
         percent = wanted.get("InitialSamplingPercentage", 0)
-        if not wanted.get("EnableCapture") or self.num_calls * percent % 100 >= percent:
+        if self.num_calls * percent % 100 >= percent:
             return
         is_json = "application/json" in wanted["CaptureContentTypeHeader"]["JsonContentTypes"]
         captured = {
             f"endpoint{option['CaptureMode']}": {
-                "observedContentType": "application/json",
-                "mode": option["CaptureMode"].upper(),
                 "data": (body if is_json else base64.b64encode(body)).decode(),
                 "encoding": "JSON" if is_json else "BASE64",
             }
             for option, body in zip(wanted["CaptureOptions"], bodies, strict=True)
         }
-        time = "2026-01-02T03:04:05Z"
-        line = {
-            "captureData": captured,
-            "eventMetadata": {"eventId": str(self.num_calls), "inferenceTime": time},
-            "eventVersion": "0",
-        }
         bucket, _, prefix = wanted["DestinationS3Uri"].removeprefix("s3://").partition("/")
         key = f"{prefix}/{endpoint}/AllTraffic/2026/01/02/03/04-05-{self.num_calls}.jsonl"
-        content = json.dumps(line).encode() + b"\n"
+        content = json.dumps({"captureData": captured}).encode() + b"\n"
         s3_backends[self.account]["aws"].put_object(bucket, key, content)
 
     def _model_error(self, error: ContainerError) -> Answer:

@@ -172,8 +172,6 @@ def test_files_are_mounted_from_one_prefix() -> None:
 
 
 def test_capture_is_of_inputs_and_outputs() -> None:
-    """The properties are those of AWS::SageMaker::EndpointConfig."""
-
     def config(capture: Capture | None) -> dict[str, Any]:
         resources = endpoint_template(a_deployment(capture=capture))["Resources"]
         return resources["EndpointConfig"]["Properties"].get("DataCaptureConfig", {})
@@ -188,8 +186,6 @@ def test_capture_is_of_inputs_and_outputs() -> None:
     }
     assert config(Capture(20, "s3://b/c")) == expected
     assert config(Capture(20, "s3://b/c", "a-key")) == expected | {"KmsKeyId": "a-key"}
-    unknown = config(Capture(1, "s3://sagemaker-${AWS::Region}-1/c"))["DestinationS3Uri"]
-    assert unknown == {"Fn::Sub": "s3://sagemaker-${AWS::Region}-1/c"}
 
 
 def test_alarms_have_what_they_need() -> None:

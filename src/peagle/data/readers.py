@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from peagle.data.captured import UnusableCall, begins_call, captured_files, is_call, record_of
+from peagle.data.captured import CALL, CALL_BEGIN, UnusableCall, captured_files, record_of
 from peagle.data.recorded import is_recording, record_files, recorded_lines
 from peagle.errors import UserError
 from peagle.extras import install_extra
@@ -432,7 +432,7 @@ def _read_jsonl(path: Path, *, is_captured: bool = False) -> Iterator[Record]:
     with lines:
         for number, line in enumerate(lines, start=1):
             where = f"{path}, line {number}"
-            is_captured |= begins_call(line)
+            is_captured |= CALL_BEGIN.match(line) is not None
             if number == 1:
                 line = line.removeprefix(BOM_UTF8)
             if not line.strip():
@@ -444,22 +444,20 @@ def _read_jsonl(path: Path, *, is_captured: bool = False) -> Iterator[Record]:
                     yield Record({}, number, where, Dropped(_CUT_CALL))
                     continue
                 raise UserError(_describe_bad_line(where, line, error)) from None
-            if is_call(value):
-                yield _captured(value, number, where)
-                continue
             fault = _fault(value, line)
+            if fault is None and isinstance(value, dict) and CALL in value:
+                value, fault = _captured(value)
             if isinstance(value, str):
                 value = {"prompt": value}
             yield Record({} if fault else _with_message_objects(value), number, where, fault)
 
 
-def _captured(call: Mapping[str, Any], number: int, where: str) -> Record:
+def _captured(call: Mapping[str, Any]) -> tuple[dict[str, Any], Dropped | None]:
     try:
         data = record_of(call)
+        return data, _half_pair(data)
     except UnusableCall as error:
-        return Record({}, number, where, Dropped(*error.args))
-    fault = _half_pair(data)
-    return Record({} if fault else data, number, where, fault)
+        return {}, Dropped(*error.args)
 
 
 def _fault(value: Any, line: bytes) -> Dropped | None:

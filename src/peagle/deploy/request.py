@@ -515,28 +515,26 @@ def _bucket(request: DeploymentRequest, role: str) -> str:
 
 def _capture(d: Deployment, request: DeploymentRequest, bucket: str) -> Capture | None:
     """Return what is captured: the present capture with the options that were given."""
+    old = d.capture or Capture(0, f"{bucket}peagle/{d.endpoint_name}/capture")
     share, to, key = request.capture_share, request.capture_to, request.capture_kms_key
-    percent = d.capture.percent if d.capture else 0
-    if share is not None:
-        percent = round(share * 100) if 0 <= share <= 1 else -1
-        if percent < 0 or abs(share * 100 - percent) > 1e-6:
-            raise UserError(
-                f"--capture-share is {share:g}; expected a share of 0 to 1 in whole percent, like "
-                "0.2."
-            )
-    if not percent:
-        if to or key:
-            name = "--capture-to" if to else "--capture-kms-key"
-            raise UserError(
-                f"{name} is given, but nothing is captured: give the share of the requests with "
-                "--capture-share too, like 0.2."
-            )
-        return None
+    percent = (
+        old.percent
+        if share is None
+        else next((p for p in range(101) if abs(p - share * 100) < 1e-6), -1)
+    )
+    if percent < 0:
+        raise UserError(
+            f"--capture-share is {share}; expected a share of 0 to 1 in whole percent, like 0.2."
+        )
+    if not percent and (to or key):
+        raise UserError(
+            f"{'--capture-to' if to else '--capture-kms-key'} is given, but nothing is captured: "
+            "give the share of the requests with --capture-share too, like 0.2."
+        )
     if key and _KEY.fullmatch(key) is None:
         raise UserError(f"--capture-kms-key is {key!r}; expected the ARN, id or alias of a key.")
-    old = d.capture or Capture(percent, f"{bucket}peagle/{d.endpoint_name}/capture")
     uri = s3_prefix(to, "--capture-to").rstrip("/") if to else old.uri
-    return Capture(percent, uri, old.kms_key if key is None else key)
+    return Capture(percent, uri, old.kms_key if key is None else key) if percent else None
 
 
 def _placed(d: Deployment, bucket: str) -> Deployment:
