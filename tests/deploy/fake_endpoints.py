@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ class FakeEndpoints:
         answer_with: what containers answer: payloads, each of which becomes a part of a stream;
             frames that are to go out as they are can be given as `Frame`.
         is_ready: whether the container of a configuration is; no stack is complete before.
-        num_calls: of those that were answered whole; data capture takes a share of them.
+        num_calls: answered whole; data capture takes a share of them.
     """
 
     account: str
@@ -137,12 +136,8 @@ class FakeEndpoints:
         percent = wanted.get("InitialSamplingPercentage", 0)
         if self.num_calls * percent % 100 >= percent:
             return
-        is_json = "application/json" in wanted["CaptureContentTypeHeader"]["JsonContentTypes"]
         captured = {
-            f"endpoint{option['CaptureMode']}": {
-                "data": (body if is_json else base64.b64encode(body)).decode(),
-                "encoding": "JSON" if is_json else "BASE64",
-            }
+            f"endpoint{option['CaptureMode']}": {"data": body.decode(), "encoding": "JSON"}
             for option, body in zip(wanted["CaptureOptions"], bodies, strict=True)
         }
         bucket, _, prefix = wanted["DestinationS3Uri"].removeprefix("s3://").partition("/")

@@ -483,7 +483,6 @@ def test_capture_is_changed_and_ended() -> None:
         ({"capture_share": 0.125}, "is 0.125; expected a share of 0 to 1 in whole percent"),
         ({"capture_to": "s3://bucket/c"}, "--capture-to is given, but nothing is captured"),
         ({"capture_kms_key": "a-key"}, "--capture-kms-key is given, but nothing is captured"),
-        ({"capture_share": 0, "capture_to": "s3://bucket/c"}, "but nothing is captured"),
         ({"capture_share": 1, "capture_to": "bucket/c"}, "--capture-to is 'bucket/c'; expected"),
         ({"capture_share": 1, "capture_kms_key": "a key"}, "--capture-kms-key is 'a key'; exp"),
     ],

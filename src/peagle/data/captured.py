@@ -13,21 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.client.answers import (
-    AnswerEvent,
-    ChoiceDelta,
-    ForeignAnswer,
-    StreamedAnswer,
-    read_whole,
-)
+from peagle.client.answers import AnswerEvent, ForeignAnswer, StreamedAnswer, read_whole
 
 CALL = "captureData"
 CALL_BEGIN = re.compile(rb'\s*\{\s*"(captureData|eventMetadata|eventVersion)"')
 # With these a server makes another prompt than `peagle data prepare` would.
-_PROMPT_FIELDS = (
-    *("chat_template", "continue_final_message", "documents", "reasoning_effort"),
-    *("echo", "suffix"),
-)
+_PROMPT_FIELDS = ("chat_template", "continue_final_message", "echo", "reasoning_effort", "suffix")
 _THINKING = {"enable_thinking", "thinking"}  # prepare has its own option
 
 
@@ -57,7 +48,7 @@ def record_of(call: Mapping[str, Any]) -> dict[str, Any]:
             of another kind, or the prompt was made otherwise.
     """
     request, events = _request(call), _events(call)
-    parts: list[tuple[Mapping[str, Any], ChoiceDelta]] = [
+    parts: list[Any] = [
         (raw, choice)
         for event in events
         for raw, choice in zip(event.body.get("choices") or (), event.choices, strict=True)
@@ -66,7 +57,7 @@ def record_of(call: Mapping[str, Any]) -> dict[str, Any]:
     text = "".join(choice.text for _, choice in parts)
     reason = next((c.finish_reason for _, c in parts if c.finish_reason), "")
     record: dict[str, Any] = {"finish_reason": reason, "temperature": request.get("temperature")}
-    is_chat = isinstance(request.get("messages"), list)
+    is_chat = "messages" in request
     if is_chat:
         answer = {
             "role": "assistant",
@@ -76,7 +67,7 @@ def record_of(call: Mapping[str, Any]) -> dict[str, Any]:
         }
         messages = [*request["messages"], answer]
         record |= {"messages": messages, "tools": request.get("tools"), "turn": len(messages)}
-    sources: list[Any] = [*(event.body for event in events), *(raw for raw, _ in parts)]
+    sources = [*(event.body for event in events), *(raw for raw, _ in parts)]
     prompt_ids = next((ids for one in sources if (ids := one.get("prompt_token_ids"))), None)
     ids = [token for raw, _ in parts for token in raw.get("token_ids") or ()]
     num_tokens = max((e.usage.num_tokens or 0 for e in events if e.usage), default=0)
@@ -110,15 +101,13 @@ def _request(call: Mapping[str, Any]) -> dict[str, Any]:
     raw, _ = _body(call, "endpointInput")
     try:
         request = json.loads(raw)
-    except (ValueError, RecursionError):
-        request = None
-    given = request if isinstance(request, dict) else {}
-    if not isinstance(given.get("messages"), list) and "prompt" not in given:
-        shown = raw[:60].decode(errors="replace")
-        raise UnusableCall("the request is neither a chat nor a completion", shown)
-    if given.get("store") is False:
-        raise UnusableCall('the request says "store": false')
-    return given
+        if isinstance(request["messages"] if "messages" in request else [request["prompt"]], list):
+            if request.get("store") is not False:
+                return request
+            raise UnusableCall('the request says "store": false')
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    raise UnusableCall("the request is no chat or completion", raw[:60].decode(errors="replace"))
 
 
 def _check_prompt(request: Mapping[str, Any]) -> None:
@@ -134,21 +123,17 @@ def _events(call: Mapping[str, Any]) -> list[AnswerEvent]:
     """Return the events of a complete stream, or the one of a whole answer."""
     raw, kind = _body(call, "endpointOutput")
     events: list[AnswerEvent] = []
-    stream, is_whole = StreamedAnswer(), True
+    stream = StreamedAnswer() if "event-stream" in kind or raw.startswith(b"data:") else None
     try:
-        if "event-stream" in kind or raw.startswith(b"data:"):
-            is_whole = False
-            events.extend(stream.read_stream([raw]))
-            is_whole = stream.is_whole
-        else:
-            events.append(read_whole(raw))
-    except ForeignAnswer as error:
-        if is_whole:
-            raise UnusableCall("the answer is no completion", str(error)) from None
+        events.extend([read_whole(raw)] if stream is None else stream.read_stream([raw]))
+        is_whole = stream is None or stream.is_whole
+    except ForeignAnswer:
+        is_whole = False
     if error := next((event.error for event in events if event.error), ""):
         raise UnusableCall("the request failed", error)
     if not is_whole or any(c.finish_reason == "abort" for e in events for c in e.choices):
-        raise UnusableCall("the answer is not complete")
+        shown = raw[:60].decode(errors="replace")
+        raise UnusableCall("the answer is no completion, or is not complete", shown)
     return events
 
 
