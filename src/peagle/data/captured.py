@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,8 @@ def record_of(call: Mapping[str, Any]) -> dict[str, Any]:
     the answer, or prompt and response as text.
 
     Raises:
-        UnusableCall: the client wants nothing stored, the request failed, a body is missing, cut or
-            of another kind, or the prompt was made otherwise.
+        UnusableCall: it is not to be stored, failed, is cut, of another kind, or its prompt was
+            made otherwise.
     """
     request, events = _request(call), _events(call)
     parts: list[Any] = [
@@ -63,8 +63,10 @@ def record_of(call: Mapping[str, Any]) -> dict[str, Any]:
             "role": "assistant",
             "content": text,
             "reasoning_content": "".join(choice.reasoning for _, choice in parts) or None,
-            "tool_calls": _joined([call for _, choice in parts for call in choice.tool_calls]),
+            "tool_calls": [call for _, choice in parts for call in choice.tool_calls],
         }
+        if len(parts) > 1 and answer["tool_calls"]:
+            raise UnusableCall("a call of a tool was streamed")
         messages = [*request["messages"], answer]
         record |= {"messages": messages, "tools": request.get("tools"), "turn": len(messages)}
     sources = [*(event.body for event in events), *(raw for raw, _ in parts)]
@@ -135,13 +137,3 @@ def _events(call: Mapping[str, Any]) -> list[AnswerEvent]:
         shown = raw[:60].decode(errors="replace")
         raise UnusableCall("the answer is no completion, or is not complete", shown)
     return events
-
-
-def _joined(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the calls of tools whose parts a stream had; a whole call is one part."""
-    calls: dict[str, dict[str, Any]] = {}
-    for number, part in enumerate(parts):
-        call = calls.setdefault(str(part.get("index", number)), {"name": "", "arguments": ""})
-        for key in call:
-            call[key] += str((part.get("function") or {}).get(key) or "")
-    return [{"type": "function", "function": call} for call in calls.values()]

@@ -66,9 +66,7 @@ class DeploymentRequest:
         min_instances, max_instances: bounds of automatic scaling; None for the latter turns it off.
         scale_target: requests at once on an instance that automatic scaling aims at.
         scale_from: file of a measured curve, which gives that target instead.
-        capture_share: share of the requests that is captured; 0 captures nothing.
-        capture_to: s3:// prefix of the captured requests.
-        capture_kms_key: key that encrypts them.
+        capture_share, capture_to, capture_kms_key: see `Capture`; a share of 0 ends the capture.
     """
 
     model: str
@@ -529,7 +527,7 @@ def _capture(d: Deployment, request: DeploymentRequest, bucket: str) -> Capture 
     if not percent and (to or key):
         raise UserError(
             f"{'--capture-to' if to else '--capture-kms-key'} is given, but nothing is captured: "
-            "give the share of the requests with --capture-share too, like 0.2."
+            "give --capture-share too, like 0.2."
         )
     if key and _KEY.fullmatch(key) is None:
         raise UserError(f"--capture-kms-key is {key!r}; expected the ARN, id or alias of a key.")
