@@ -302,6 +302,31 @@ def test_create_update_and_what_they_tell(peagle: Peagle, aws: FakeAws) -> None:
     assert ACCESS_KEY not in printed and SECRET_KEY not in printed
 
 
+def test_what_an_endpoint_captures_is_prepared(
+    peagle: Peagle, aws: FakeAws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the calls, until an update ends it; the files outlive the endpoint."""
+    aws.make_bucket()
+    body = json.dumps({"prompt": "again"})
+    answer = json.dumps({"choices": [{"text": " and again, and again", "finish_reason": "stop"}]})
+    monkeypatch.setattr(aws.endpoints, "answer_with", lambda _: [answer.encode()])
+    client = aws.client("sagemaker-runtime")
+    options = ("--role", ROLE, "--name", "chat", "--capture-share", 0.5)
+    for command in (("create", "gpt-oss-20b", *options), ("update", "chat", "--capture-share", 0)):
+        made = peagle(*SAGEMAKER, *command)
+        assert made.status == 0, made.err
+        for _ in range(4):
+            client.invoke_endpoint(EndpointName="chat", Body=body, ContentType="application/json")
+    assert peagle(*SAGEMAKER, "delete", "chat", "--yes").status == 0
+    for name, content in aws.objects(f"s3://{BUCKET}/peagle/chat/capture/").items():
+        file = tmp_path / "captured" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    where = ("--target", "bundled", "--output", tmp_path / "x.safetensors", "--format", "json")
+    counts = planned(peagle("data", "prepare", tmp_path / "captured", *where))
+    assert (counts["records"], counts["samples"], counts["duplicates"]) == (2, 1, 1)
+
+
 def test_create_of_models_here(peagle: Peagle, aws: FakeAws, pair: Pair) -> None:
     """What the plan says is what is sent, but for names with the time in them."""
     aws.make_bucket()

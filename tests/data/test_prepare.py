@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from peagle.data.dataset import ResponseDataset
@@ -271,6 +272,17 @@ def test_pairs_are_chats_or_plain_text() -> None:
     wanted = [(tokens(f"<user>ab{END}\n<assistant>"), tokens(f"cd{END}"))]
     assert made(maker(ADDS), **pair) == wanted
     assert made(maker(ADDS, chat=False), **pair) == [(tokens("ab"), tokens("cd"))]
+
+
+def test_completions_of_a_server_are_plain_text() -> None:
+    tokenizer = byte_tokenizer()
+    processor = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
+    tokenizer.backend_tokenizer.post_processor = processor
+    one = SampleMaker(tokenizer, (0,), chat_template=ADDS)
+    pair = {"prompt": "ab", "response": "cd"}
+    found = [made(one, **pair, add_special_tokens=flag) for flag in (True, False)]
+    assert found == [[(tokens(f"{END}ab"), tokens("cd"))], [(tokens("ab"), tokens("cd"))]]
+    assert one.renders(record(**pair)) and not one.renders(record(**pair, add_special_tokens=True))
 
 
 def test_sharegpt_is_read_as_messages() -> None:

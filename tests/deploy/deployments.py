@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from peagle.deploy.deployment import Autoscaling, Deployment, Secret, Vpc
+from peagle.deploy.deployment import Autoscaling, Capture, Deployment, Secret, Vpc
 from peagle.deploy.models import ModelSource
 
 ROLE = "arn:aws:iam::123456789012:role/service-role/sagemaker-execution"
@@ -84,6 +84,7 @@ def deployments(draw: st.DrawFn) -> Deployment:
         environment={**draw(further), **draw(secrets)},
         vllm_flags=draw(FLAGS),
         autoscaling=draw(st.none() | AUTOSCALING),
+        capture=draw(st.sampled_from([None, Capture(20, "s3://b/c"), Capture(1, "s3://b", "k")])),
         alarm_topic=draw(st.sampled_from(["", TOPIC])),
         uploads=draw(st.sampled_from([(), ("s3://b/peagle/x/1/target/",)])),
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from moto.s3.models import s3_backends
 from moto.sagemaker.models import FakeEndpointConfig, sagemaker_backends
 
 from deploy.aws_wire import Answer, Request, decoded, error_answer, json_answer, payload_part
@@ -56,12 +58,14 @@ class FakeEndpoints:
         answer_with: what containers answer: payloads, each of which becomes a part of a stream;
             frames that are to go out as they are can be given as `Frame`.
         is_ready: whether the container of a configuration is; no stack is complete before.
+        num_calls: answered whole; data capture takes a share of them.
     """
 
     account: str
     region: str
     answer_with: Callable[[Invocation], Iterable[bytes]] = echo
     is_ready: Callable[[str], bool] = lambda config: True
+    num_calls: int = 0
 
     @property
     def _moto(self) -> Any:
@@ -115,13 +119,31 @@ class FakeEndpoints:
         variant = {"x-Amzn-Invoked-Production-Variant": "AllTraffic"}
         if not streams:
             headers = {"Content-Type": "application/json", **variant}
-            return 200, headers, b"".join([first, *parts])
+            answer = b"".join([first, *parts])
+            self._capture(name, config, body, answer)
+            return 200, headers, answer
         headers = {
             "Content-Type": "application/vnd.amazon.eventstream",
             "X-Amzn-SageMaker-Content-Type": "text/event-stream",
             **variant,
         }
         return 200, headers, _frames(first, parts)
+
+    def _capture(self, endpoint: str, config: str, *bodies: bytes) -> None:
+        """Write a call to S3 as data capture does, which takes every 100 / share-th."""
+        wanted = self._moto.endpoint_configs[config].data_capture_config
+        self.num_calls += 1
+        percent = wanted.get("InitialSamplingPercentage", 0)
+        if self.num_calls * percent % 100 >= percent:
+            return
+        captured = {
+            f"endpoint{option['CaptureMode']}": {"data": body.decode(), "encoding": "JSON"}
+            for option, body in zip(wanted["CaptureOptions"], bodies, strict=True)
+        }
+        bucket, _, prefix = wanted["DestinationS3Uri"].removeprefix("s3://").partition("/")
+        key = f"{prefix}/{endpoint}/AllTraffic/2026/01/02/03/04-05-{self.num_calls}.jsonl"
+        content = json.dumps({"captureData": captured}).encode() + b"\n"
+        s3_backends[self.account]["aws"].put_object(bucket, key, content)
 
     def _model_error(self, error: ContainerError) -> Answer:
         side = "client" if error.status < 500 else "server"

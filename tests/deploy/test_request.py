@@ -15,7 +15,14 @@ import pytest
 from peagle.deploy import model_files
 from peagle.deploy.catalog import CatalogEntry, load_catalog
 from peagle.deploy.container import container_environment
-from peagle.deploy.deployment import Autoscaling, Deployment, Transfer, Vpc, check_endpoint_name
+from peagle.deploy.deployment import (
+    Autoscaling,
+    Capture,
+    Deployment,
+    Transfer,
+    Vpc,
+    check_endpoint_name,
+)
 from peagle.deploy.memory import GIB, ModelFacts
 from peagle.deploy.model_files import HeadFacts
 from peagle.deploy.models import ModelSource
@@ -454,6 +461,34 @@ def test_options_that_are_not_given_stay(options: dict[str, Any], changes: dict[
         BASE, stamp="s2", sets_count="instance_count" in options, **changes
     )
     assert changed(BASE, **options) == expected
+
+
+def test_capture_is_changed_and_ended() -> None:
+    default = "s3://sagemaker-us-east-1-123456789012/peagle/peagle-gpt-oss-20b/capture"
+    assert changed(BASE, capture_share=0.07).capture == Capture(7, default)
+    base = dataclasses.replace(BASE, capture=Capture(7, "s3://bucket/c", "a-key"))
+    assert changed(base, instance_count=4).capture == base.capture
+    assert changed(base, capture_share=1).capture == Capture(100, "s3://bucket/c", "a-key")
+    assert changed(base, capture_to="s3://mine", capture_kms_key="").capture == Capture(
+        7, "s3://mine"
+    )
+    assert changed(base, capture_share=0).capture is None
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"capture_share": 20}, "--capture-share is 20; expected a share of 0 to 1"),
+        ({"capture_share": float("nan")}, "--capture-share is nan; expected"),
+        ({"capture_share": 0.125}, "is 0.125; expected a share of 0 to 1 in whole percent"),
+        ({"capture_to": "s3://bucket/c"}, "--capture-to is given, but nothing is captured"),
+        ({"capture_kms_key": "a-key"}, "--capture-kms-key is given, but nothing is captured"),
+        ({"capture_share": 1, "capture_to": "bucket/c"}, "--capture-to is 'bucket/c'; expected"),
+        ({"capture_share": 1, "capture_kms_key": "a key"}, "--capture-kms-key is 'a key'; exp"),
+    ],
+)
+def test_captures_that_are_refused(options: dict[str, Any], told: str) -> None:
+    assert told in refused("gpt-oss-20b", **options)
 
 
 def test_a_longer_context_asks_for_the_heads_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from cfnlint.api import ManualArgs, lint
 from hypothesis import given
 
 from peagle.deploy.catalog import load_catalog
-from peagle.deploy.deployment import Autoscaling, Deployment, KeptSecret, Secret
+from peagle.deploy.deployment import Autoscaling, Capture, Deployment, KeptSecret, Secret
 from peagle.deploy.models import ModelSource
 from peagle.deploy.request import DeploymentRequest, Lookups, new_deployment
 from peagle.deploy.speculation import SpeculationFlags
@@ -42,6 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "region": "",
         "image": "a/b:cu128",
         "ami": "al2-ami-sagemaker-inference-gpu-3-1",
+        "capture_share": 1,
         "speculation": SpeculationFlags(speculation=False),
     },
     "native": {
@@ -63,6 +64,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "instance_count": 3,
         "instance_type": "ml.p5en.48xlarge",
         "startup_timeout_s": 3600,
+        "capture_share": 0.2,
+        "capture_kms_key": "arn:aws:kms:us-east-1:123456789012:key/mine",
         "vllm_flags": {"max-model-len": "4096"},
         "speculation": SpeculationFlags(draft="s3://mine/head/"),
     },
@@ -166,6 +169,23 @@ def test_files_are_mounted_from_one_prefix() -> None:
     assert data(target=target) == "s3://b/t/"
     assert data(target=target, draft=head, speculative_config=config) == "s3://b/t/"
     assert data(draft=head, speculative_config=config) == "s3://b/t/draft/"
+
+
+def test_capture_is_of_inputs_and_outputs() -> None:
+    def config(capture: Capture | None) -> dict[str, Any]:
+        resources = endpoint_template(a_deployment(capture=capture))["Resources"]
+        return resources["EndpointConfig"]["Properties"].get("DataCaptureConfig", {})
+
+    assert config(None) == {}
+    expected = {
+        "EnableCapture": True,
+        "InitialSamplingPercentage": 20,
+        "DestinationS3Uri": "s3://b/c",
+        "CaptureOptions": [{"CaptureMode": "Input"}, {"CaptureMode": "Output"}],
+        "CaptureContentTypeHeader": {"JsonContentTypes": ["application/json"]},
+    }
+    assert config(Capture(20, "s3://b/c")) == expected
+    assert config(Capture(20, "s3://b/c", "a-key")) == expected | {"KmsKeyId": "a-key"}
 
 
 def test_alarms_have_what_they_need() -> None:

@@ -404,7 +404,8 @@ class PrepareOptions:
         ...,
         metavar="FILE...",
         help=".jsonl, .parquet, a folder of .parquet files, one that Hugging Face datasets wrote "
-        '(save_to_disk) or one that serve --record wrote, with {"messages"}, {"prompt", '
+        "(save_to_disk), one that serve --record wrote or one (or a file) of SageMaker's data "
+        'capture, with {"messages"}, {"prompt", '
         '"response"}, token ids ({"prompt_token_ids", "response_token_ids"} or {"input_ids", '
         '"loss_mask"}); or '
         ".safetensors written by this command.",

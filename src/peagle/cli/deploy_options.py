@@ -122,7 +122,19 @@ SCALING = group(
         A measured curve: tune.json of `peagle tune`, or throughput.json of `peagle bench`.
     """,
 )
-UPDATE_OPTIONS = (*PLACE, *SPECULATION, *TREES, *CONTAINER, *SCALING)
+CAPTURE = group(
+    "Data capture",
+    """
+    --capture-share SHARE:FLOAT
+        Share of the requests that SageMaker writes to S3 with their answers, as training
+        data; 0 to 1 in whole percent. [default: nothing is captured]
+    --capture-to S3-URI
+        S3 prefix for them. [default: peagle/NAME/capture below the prefix for uploads]
+    --capture-kms-key ARN
+        KMS key that encrypts them. [default: what the bucket says]
+    """,
+)
+UPDATE_OPTIONS = (*PLACE, *SPECULATION, *TREES, *CONTAINER, *SCALING, *CAPTURE)
 ALL_OPTIONS = (*ENDPOINT, *UPDATE_OPTIONS)
 
 

@@ -3,7 +3,8 @@
 A folder of data is what `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, or it holds
 .parquet files, which are read in the order of their names. FOLDER/SPLIT names one split of it: a
 subfolder, or the files that are named as the hub names them (train-00000-of-00002.parquet). Or
-`peagle serve --record` wrote it (`peagle.data.recorded`).
+`peagle serve --record` wrote it (`peagle.data.recorded`), or SageMaker's data capture
+(`peagle.data.captured`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import re
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from peagle.data.captured import CALL, CALL_BEGIN, UnusableCall, captured_files, record_of
 from peagle.data.recorded import is_recording, record_files, recorded_lines
 from peagle.errors import UserError
 from peagle.extras import install_extra
@@ -92,12 +94,14 @@ def table_files(path: Path) -> list[Path]:
         return files
     if splits:
         return table_files(path / splits[0])
+    if files := captured_files(path):
+        return files
     names = [one.name for one in _visible(path)]
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
     text = (
         f"The folder {str(path)!r} is no data: expected one that Dataset.save_to_disk or "
-        "DatasetDict.save_to_disk (of Hugging Face datasets) wrote, or one of .parquet files; it "
-        f"holds {shown}."
+        "DatasetDict.save_to_disk (of Hugging Face datasets) or SageMaker's data capture wrote, or "
+        f"one of .parquet files; it holds {shown}."
     )
     if any(name.endswith(".arrow") for name in names):
         text += f" Without {_STATE} it is a cache, or its writing was cut off: save it again."
@@ -360,6 +364,7 @@ class AskedConversation:
 
 _NO_OBJECT = "the line is no object"
 _CUT_LINE = "the line was cut off, since its server was killed"
+_CUT_CALL = "the line was cut off"
 _HALF_PAIR = "the text holds half of a surrogate pair"
 
 
@@ -383,6 +388,9 @@ def read_records(path: Path, cipher: Any = None) -> Iterator[Record]:
                 ".parquet, or a folder that Hugging Face datasets wrote."
             )
         return _read_jsonl(path)
+    if parts[0].suffix == ".jsonl" and parts[0].is_file():
+        records = chain.from_iterable(_read_jsonl(part, is_captured=True) for part in parts)
+        return (replace(record, number=number) for number, record in enumerate(records, start=1))
     rows = chain.from_iterable(map(table_rows, parts))
     return (
         Record(_with_message_objects(row), number, where)
@@ -416,7 +424,7 @@ def _with_message_objects(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _read_jsonl(path: Path) -> Iterator[Record]:
+def _read_jsonl(path: Path, *, is_captured: bool = False) -> Iterator[Record]:
     try:
         lines = path.open("rb")
     except OSError as error:
@@ -424,6 +432,7 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
     with lines:
         for number, line in enumerate(lines, start=1):
             where = f"{path}, line {number}"
+            is_captured |= CALL_BEGIN.match(line) is not None
             if number == 1:
                 line = line.removeprefix(BOM_UTF8)
             if not line.strip():
@@ -431,22 +440,38 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
             try:
                 value = json.loads(line.decode())
             except (ValueError, RecursionError) as error:
+                if is_captured:
+                    yield Record({}, number, where, Dropped(_CUT_CALL))
+                    continue
                 raise UserError(_describe_bad_line(where, line, error)) from None
             fault = _fault(value, line)
+            if fault is None and isinstance(value, dict) and CALL in value:
+                value, fault = _captured(value)
             if isinstance(value, str):
                 value = {"prompt": value}
             yield Record({} if fault else _with_message_objects(value), number, where, fault)
+
+
+def _captured(call: Mapping[str, Any]) -> tuple[dict[str, Any], Dropped | None]:
+    try:
+        data = record_of(call)
+        return data, _half_pair(data)
+    except UnusableCall as error:
+        return {}, Dropped(*error.args)
 
 
 def _fault(value: Any, line: bytes) -> Dropped | None:
     """Return the reason why the value of a line is no record, None if it is one."""
     if not isinstance(value, str | dict):
         return Dropped(_NO_OBJECT, line.decode(errors="replace").strip()[:60])
-    if b"\\ud" in line.lower():
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            return Dropped(_HALF_PAIR, f"\\u{ord(error.object[error.start]):x} stands alone")
+    return _half_pair(value) if b"\\ud" in line.lower() else None
+
+
+def _half_pair(value: Any) -> Dropped | None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return Dropped(_HALF_PAIR, f"\\u{ord(error.object[error.start]):x} stands alone")
     return None
 
 

@@ -126,7 +126,8 @@ class SampleMaker:
     - {"input_ids", "loss_mask"}: each supervised run is an answer;
     - {"messages"}: with all answers of a weight above 0; with "turn", as `peagle data regenerate`
       writes, only with the last;
-    - {"prompt", "response"}: a conversation of one turn, or plain text where `chat` is False.
+    - {"prompt", "response"}: a conversation of one turn, or plain text where `chat` is False; with
+      "add_special_tokens", which says how a server tokenised the prompt, plain text too.
 
     Args:
         tokenizer: tokenizer of the target; None makes samples of token ids only.
@@ -182,7 +183,9 @@ class SampleMaker:
         data = record.data
         if not {*_ID_PAIRS, "input_ids", "loss_mask"}.isdisjoint(data):
             return False
-        return bool(self._chat) or not {"messages", "conversations"}.isdisjoint(data)
+        if not {"messages", "conversations"}.isdisjoint(data):
+            return True
+        return bool(self._chat) and "add_special_tokens" not in data
 
     def samples(self, record: Record) -> Iterator[Sample | Dropped]:
         """Yield the samples of a record, or the reasons why there are none.
@@ -220,7 +223,8 @@ class SampleMaker:
             yield from self._pair(record, str(texts[0]), str(texts[1]))
 
     def _pair(self, record: Record, prompt: str, response: str) -> Iterator[Sample | Dropped]:
-        if self._chat:
+        specials = record.data.get("add_special_tokens")
+        if self._chat and specials is None:
             messages = [
                 {"role": "user", "content": prompt},
                 {"role": "assistant", "content": response},
@@ -228,8 +232,8 @@ class SampleMaker:
             yield from self._conversation(record, conversation_with(record, messages))
             return
         encode = self._tokenizer(record).encode
-        ids = [encode(text, add_special_tokens=False) for text in (prompt, response)]
-        yield Sample.answered(ids[0], ids[1], _group(record, ids[0]))
+        ids = encode(prompt, add_special_tokens=bool(specials))
+        yield Sample.answered(ids, encode(response, add_special_tokens=False), _group(record, ids))
 
     def _conversation(
         self, record: Record, conversation: RecordedConversation

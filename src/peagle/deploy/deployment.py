@@ -63,6 +63,21 @@ class Autoscaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Capture:
+    """SageMaker's data capture, which writes requests and answers to S3.
+
+    Attributes:
+        percent: of the requests, 1 to 100.
+        uri: s3:// prefix, without a slash at its end.
+        kms_key: key that encrypts them; "" leaves that to the bucket.
+    """
+
+    percent: int
+    uri: str
+    kms_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """Files that S3 must have before CloudFormation makes the stack.
 
@@ -101,6 +116,7 @@ class Deployment:
         vllm_flags: options of vLLM by name without dashes, as text of SM_VLLM_*.
         autoscaling: None keeps the number of instances.
         alarm_topic: ARN of an SNS topic that gets alarms; "" makes no alarms.
+        capture: None captures nothing.
         uploads: s3:// prefixes that peagle filled for this endpoint.
         transfers: files to upload or copy first.
     """
@@ -125,6 +141,7 @@ class Deployment:
     vllm_flags: Mapping[str, str] = field(default_factory=dict)
     autoscaling: Autoscaling | None = None
     alarm_topic: str = ""
+    capture: Capture | None = None
     uploads: tuple[str, ...] = ()
     transfers: tuple[Transfer, ...] = ()
 

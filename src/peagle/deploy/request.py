@@ -23,6 +23,7 @@ from peagle.deploy.deployment import (
     MAX_NAME,
     STARTUP_TIMEOUTS_S,
     Autoscaling,
+    Capture,
     ContainerSource,
     Deployment,
     Secret,
@@ -41,6 +42,7 @@ from peagle.errors import UserError
 ROLE_VARIABLE = "SAGEMAKER_ROLE"
 _TAG = re.compile(r"[\w\s.:/=+@-]*")
 _OWN_TAGS = ("aws:", "peagle:")
+_KEY = re.compile(r"[a-zA-Z0-9:/_-]{1,2048}")
 # Bounds of VpcConfig and of tags in SageMaker's service model.
 _MAX_SUBNETS, _MAX_GROUPS, _MAX_TAGS = 16, 5, 46
 
@@ -64,6 +66,7 @@ class DeploymentRequest:
         min_instances, max_instances: bounds of automatic scaling; None for the latter turns it off.
         scale_target: requests at once on an instance that automatic scaling aims at.
         scale_from: file of a measured curve, which gives that target instead.
+        capture_share, capture_to, capture_kms_key: see `Capture`; a share of 0 ends the capture.
     """
 
     model: str
@@ -90,6 +93,9 @@ class DeploymentRequest:
     max_instances: int | None = None
     scale_target: float | None = None
     scale_from: Path | None = None
+    capture_share: float | None = None
+    capture_to: str | None = None
+    capture_kms_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +239,8 @@ def _complete(base: Deployment, request: DeploymentRequest, lookups: Lookups) ->
     d = _with_options(base, request)
     _check(d)
     require_fits(d.instance_type, lookups.memory_needed(d), d.vllm_flags)
-    placed = _placed(d, _bucket(request, d.role))
+    bucket = _bucket(request, d.role)
+    placed = _placed(replace(d, capture=_capture(d, request, bucket)), bucket)
     container_environment(placed)  # refuses variables
     return placed
 
@@ -485,7 +492,7 @@ def _check(d: Deployment) -> None:
         )
     if d.instance_count < 1:
         raise UserError(f"--instance-count is {d.instance_count}; expected at least 1.")
-    if d.kms_key and re.fullmatch(r"[a-zA-Z0-9:/_-]{1,2048}", d.kms_key) is None:
+    if d.kms_key and _KEY.fullmatch(d.kms_key) is None:
         raise UserError(f"--kms-key is {d.kms_key!r}; expected the id, ARN or alias of a key.")
     stages = d.vllm_flags.get("pipeline-parallel-size", "1")
     if stages != "1" and (d.speculative_config or {}).get("parallel_drafting"):
@@ -502,6 +509,30 @@ def _bucket(request: DeploymentRequest, role: str) -> str:
         return s3_prefix(request.upload_to, "--upload-to")
     account = account_of(role) if role else "${AWS::AccountId}"
     return f"s3://sagemaker-{request.region or '${AWS::Region}'}-{account}/"
+
+
+def _capture(d: Deployment, request: DeploymentRequest, bucket: str) -> Capture | None:
+    """Return what is captured: the present capture with the options that were given."""
+    old = d.capture or Capture(0, f"{bucket}peagle/{d.endpoint_name}/capture")
+    share, to, key = request.capture_share, request.capture_to, request.capture_kms_key
+    percent = (
+        old.percent
+        if share is None
+        else next((p for p in range(101) if abs(p - share * 100) < 1e-6), -1)
+    )
+    if percent < 0:
+        raise UserError(
+            f"--capture-share is {share}; expected a share of 0 to 1 in whole percent, like 0.2."
+        )
+    if not percent and (to or key):
+        raise UserError(
+            f"{'--capture-to' if to else '--capture-kms-key'} is given, but nothing is captured: "
+            "give --capture-share too, like 0.2."
+        )
+    if key and _KEY.fullmatch(key) is None:
+        raise UserError(f"--capture-kms-key is {key!r}; expected the ARN, id or alias of a key.")
+    uri = s3_prefix(to, "--capture-to").rstrip("/") if to else old.uri
+    return Capture(percent, uri, old.kms_key if key is None else key) if percent else None
 
 
 def _placed(d: Deployment, bucket: str) -> Deployment:

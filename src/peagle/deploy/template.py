@@ -19,6 +19,7 @@ from peagle.deploy.deployment import (
     SOURCE_TAG,
     VARIANT,
     Autoscaling,
+    Capture,
     Deployment,
     KeptSecret,
     Secret,
@@ -249,6 +250,7 @@ def _endpoint_resources(
         "EndpointConfig": _resource(
             "AWS::SageMaker::EndpointConfig",
             ProductionVariants=[variant],
+            DataCaptureConfig=_capture_config(d.capture),
             KmsKeyId=d.kms_key,
             Tags=_tags(d),
         ),
@@ -263,6 +265,20 @@ def _endpoint_resources(
             else None,
             Tags=_tags(d),
         ),
+    }
+
+
+def _capture_config(capture: Capture | None) -> dict[str, Any]:
+    """Return the DataCaptureConfig; other content types than JSON are captured in base64."""
+    if capture is None:
+        return {}
+    return {
+        "EnableCapture": True,
+        "InitialSamplingPercentage": capture.percent,
+        "DestinationS3Uri": _substituted(capture.uri),
+        "CaptureOptions": [{"CaptureMode": "Input"}, {"CaptureMode": "Output"}],
+        "CaptureContentTypeHeader": {"JsonContentTypes": ["application/json"]},
+        **({"KmsKeyId": capture.kms_key} if capture.kms_key else {}),
     }
 
 
