@@ -21,11 +21,11 @@ from peagle.models.elements import may_attend
 from peagle.models.target import TargetModel
 from tests.conftest import make_target_folder
 from tests.models.editing import bits_of_head
+from tests.models.published_heads import HEADS, head_folder
 
-FIXTURES = Path(__file__).parent.parent / "fixtures" / "heads"
-HEADS = sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
-PARALLEL = [name for name in HEADS if "_peagle" in name]
-BY_PACKAGE = [name for name in HEADS if name.startswith("speculators")]
+NAMES = sorted(path.parent.name for path in HEADS.glob("*/config.json"))
+PARALLEL = [name for name in NAMES if "_peagle" in name]
+BY_PACKAGE = [name for name in NAMES if name.startswith("speculators")]
 K = 3
 PROMPTS = [[5, 9, 2, 40], [7] * 9, list(range(3, 33))]
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -44,7 +44,7 @@ def small(small_folder: Path) -> TargetModel:
 
 
 def test_there_are_heads_of_every_kind() -> None:
-    assert HEADS == [
+    assert NAMES == [
         "published_peagle",
         "published_peagle_sharded",
         "speculators_eagle3",
@@ -54,9 +54,9 @@ def test_there_are_heads_of_every_kind() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", NAMES)
 def test_they_are_read_as_what_they_are(name: str) -> None:
-    head = read_head(FIXTURES / name)
+    head = read_head(head_folder(name))
     config, facts = head.config, head.facts
     assert config.is_parallel == (name in PARALLEL)
     assert config.mask_token_id == (63 if name in PARALLEL else None)
@@ -80,9 +80,9 @@ def test_they_are_read_as_what_they_are(name: str) -> None:
 
 
 def test_older_rope_keys_are_read() -> None:
-    plain = read_head(FIXTURES / "published_peagle").config.rope_parameters
+    plain = read_head(head_folder("published_peagle")).config.rope_parameters
     assert plain == {"rope_type": "default", "rope_theta": 150000.0}
-    llama3 = read_head(FIXTURES / "published_peagle_sharded").config.rope_parameters
+    llama3 = read_head(head_folder("published_peagle_sharded")).config.rope_parameters
     assert (llama3["rope_type"], llama3["rope_theta"]) == ("llama3", 500000.0)
 
 
@@ -142,8 +142,8 @@ def chained_logits(drafter: Drafter, data: dict[str, Tensor]) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("name", BY_PACKAGE)
 def test_logits_are_those_of_the_package(small: TargetModel, name: str) -> None:
-    data = load_file(FIXTURES / "expected" / f"{name}.safetensors")
-    drafter = load_drafter(FIXTURES / name, small)
+    data = load_file(HEADS / "expected" / f"{name}.safetensors")
+    drafter = load_drafter(head_folder(name), small)
     compute = parallel_logits if name in PARALLEL else chained_logits
     found = compute(drafter, data)
     assert data["logits"].std() > 0.5
@@ -151,11 +151,11 @@ def test_logits_are_those_of_the_package(small: TargetModel, name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_package_reads_what_is_written(small: TargetModel, name: str, tmp_path: Path) -> None:
     """Where the package is installed: it does not support every transformers that peagle does."""
     model_class = pytest.importorskip("speculators").SpeculatorModel
-    convert_head(FIXTURES / name, tmp_path / "v", "vllm")
+    convert_head(head_folder(name), tmp_path / "v", "vllm")
     convert_head(tmp_path / "v", tmp_path / "s", "speculators", target=small.name)
     drafter = load_drafter(tmp_path / "s", small)
     if drafter.config.hidden_size != small.hidden_size:
@@ -205,27 +205,27 @@ def generate(target: Path, head: Path) -> list[tuple[list[int], int, list[int]]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", NAMES)
 def test_they_draft_losslessly_and_alike_in_both_styles(
     small_folder: Path, tmp_path: Path, name: str
 ) -> None:
-    expected = generate(small_folder, FIXTURES / name)
+    expected = generate(small_folder, head_folder(name))
     plain = LLM(small_folder, dtype="float64").generate(PROMPTS, PARAMS)
     assert all(num_drafts > 0 for _, num_drafts, _ in expected)
     assert [tokens for tokens, _, _ in expected] == [o.token_ids for o in plain]
     for format in ("vllm", "speculators"):
-        convert_head(FIXTURES / name, tmp_path / format, format)
+        convert_head(head_folder(name), tmp_path / format, format)
         assert generate(small_folder, tmp_path / format) == expected
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", NAMES)
 def test_conversion_keeps_every_bit(tmp_path: Path, name: str) -> None:
-    convert_head(FIXTURES / name, tmp_path / "v", "vllm")
+    convert_head(head_folder(name), tmp_path / "v", "vllm")
     convert_head(tmp_path / "v", tmp_path / "s", "speculators")
     convert_head(tmp_path / "s", tmp_path / "v2", "vllm")
-    expected = bits_of_head(FIXTURES / name)
+    expected = bits_of_head(head_folder(name))
     for folder in ("v", "s", "v2"):
         assert bits_of_head(tmp_path / folder) == expected
-        assert read_head(tmp_path / folder).config == read_head(FIXTURES / name).config
+        assert read_head(tmp_path / folder).config == read_head(head_folder(name)).config
     first, second = (tmp_path / f / "config.json" for f in ("v", "v2"))
     assert first.read_text() == second.read_text()

@@ -14,6 +14,7 @@ from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE
 from peagle.errors import CheckpointError
 from peagle.models.loading import check_weights, resolve_model, with_local_head
 from tests.fake_hub import TINY, WEIGHTS, FakeHub, message_of, refused
+from tests.models.published_heads import head_folder
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
@@ -203,9 +204,8 @@ def test_a_head_of_the_speculators_package_names_classes(copy: Path) -> None:
 
 
 def test_a_head_is_no_target() -> None:
-    heads = Path(__file__).parents[1] / "fixtures" / "heads"
-    folders = [BUNDLED_PEAGLE, BUNDLED_EAGLE3, heads / "published_peagle"]
-    for folder in (*folders, heads / "speculators_eagle3"):
+    folders = [BUNDLED_PEAGLE, BUNDLED_EAGLE3, head_folder("published_peagle")]
+    for folder in (*folders, head_folder("speculators_eagle3")):
         message = message_of(lambda folder=folder: resolve_model(folder))
         assert "is a draft head, not a target. Name its target instead" in message
         assert resolve_model(folder, role="draft") == folder
