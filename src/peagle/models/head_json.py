@@ -118,6 +118,21 @@ def trained_depth(data: Mapping[str, Any]) -> Any:
     return methods[0].get("speculative_tokens")
 
 
+def kind_and_depth(folder: str | Path) -> tuple[bool, int | None]:
+    """Return whether the head in a folder is a P-EAGLE head, and the K that it was trained for.
+
+    None stands for a K that is not known. A file that cannot be read counts as a P-EAGLE head's:
+    loading the head reports the fault.
+    """
+    data, depth = {}, None
+    try:
+        data = read_json(Path(folder) / "config.json")
+        depth = trained_depth(data)
+    except (OSError, ValueError, AttributeError, CheckpointError):
+        pass
+    return not data or is_parallel(data), depth if type(depth) is int and depth >= 1 else None
+
+
 def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConfig:
     """Return the configuration with K filled in from the head in `folder` where none was given.
 
@@ -136,14 +151,7 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     k, head = config.num_speculative_tokens, config.model
     if head is None or (shape is None and (k is not None or not is_open)):
         return config
-    data, depth = {}, None
-    try:
-        data = read_json(Path(folder) / "config.json")
-        depth = trained_depth(data)
-    except (OSError, ValueError, AttributeError, CheckpointError):
-        pass
-    depth = depth if type(depth) is int and depth >= 1 else None
-    parallel = not data or is_parallel(data)
+    parallel, depth = kind_and_depth(folder)
     if shape in (None, AUTO):
         _check_drawn_chains(config.drawn_chains_from, head, parallel)
         if config.draft_sampling == "argmax":
