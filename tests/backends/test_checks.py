@@ -111,6 +111,12 @@ def test_a_correction_that_vllm_cannot_use_is_told(gpu, monkeypatch, tmp_path):
         check_launch(replace(launch, speculative=replace(drafted, model=str(head))), gpu)
 
 
+def test_an_eagle3_head_has_no_correction_to_leave_out(gpu):
+    launch = VllmLaunch(str(BUNDLED_TARGET), replace(EAGLE3, correction=False))
+    (note,) = check_launch(launch, gpu)
+    assert "the correction is off, and an EAGLE-3 head has none" in note
+
+
 def test_options_of_later_versions(gpu):
     old = replace(gpu, version="0.26.0")
     for change in ({"log_format": "json"}, {"max_queue": 3}):

@@ -155,7 +155,7 @@ def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[Engi
     from peagle.models.loading import resolve_model, with_local_head
 
     folder = resolve_model(setup.target, setup.settings.value("revision"))
-    speculative = setup.speculative and with_local_head(setup.speculative)
+    speculative = setup.local_speculative()
     proposers = {_proposer_name(speculative): speculative}
     pair = setup.pair
     if compare is None and pair is not None and speculative is not None:
