@@ -70,6 +70,22 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
         TrainConfig.read(tmp_path / "none.toml")
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("correction.rank", "optimizer.steps", "head.draft_vocab_size", "run.minutes"),
+        *("method.cod_ratio", "format_version", "run.segments"),
+    ],
+)
+def test_true_is_no_number(tmp_path: Path, key: str) -> None:
+    for value in ("true", "false"):
+        with pytest.raises(UserError, match=f"{key} is {value.title()}: expected .*number"):
+            read(tmp_path, MINIMAL, f"{key}={value}")
+    with pytest.raises(UserError, match=r"depth_weights is \[1, True\]: expected a number, not"):
+        read(tmp_path, MINIMAL, "method.depth=2", "method.depth_weights=[1, true]")
+    assert read(tmp_path, MINIMAL, "run.recompute_layers=true").run.recompute_layers is True
+
+
 @pytest.mark.parametrize("key", ["optimizer.learnig_rate=3", "optimzer.learning_rate=3"])
 def test_a_misspelt_override_names_the_key(tmp_path: Path, key: str) -> None:
     with pytest.raises(UserError, match="Did you mean 'optimizer"):

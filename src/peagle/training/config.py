@@ -4,9 +4,18 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from peagle.bundled import Role, expand_bundled
 from peagle.config import require_folder, require_writable_folder
@@ -38,6 +47,22 @@ def _model(role: Role) -> BeforeValidator:
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_flags_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic reads true as 1.
+        values = value if isinstance(value, list | tuple) else [value]
+        if any(type(one) is bool for one in values):
+            kinds = _types(cls.model_fields[info.field_name or ""].annotation)
+            if bool not in kinds and kinds & {int, float}:
+                raise ValueError("expected a number, not true or false")
+        return value
+
+
+def _types(annotation: Any) -> set[Any]:
+    """Return the types that an annotation names, also within others."""
+    return {annotation}.union(*map(_types, get_args(annotation)))
 
 
 def _used(section: _Section, *young: str) -> dict[str, Any]:
