@@ -71,6 +71,34 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["optimizer.steps=0"], "--set optimizer.steps=0: optimizer.steps is 0: Input"),
+        (["method.depth_weights=[1, -1]"], r"--set method.depth_weights=\[1, -1\]: method"),
+        (["optimizer=3"], "--set optimizer=3: optimizer is 3; expected a table"),
+        (["run.segmens=2", "run.seed=1"], "--set run.segmens=2: run.segmens is not a known key"),
+        (["optimzer.steps=2"], "--set optimzer.steps=2: optimzer is not a known key"),
+        (
+            ["run.minutes=2", "run.seed=1"],
+            r"'.*c\.toml' with --set run.minutes=2: optimizer.steps is",
+        ),
+        (["head.group_size=64"], r"'.*c\.toml' with --set head.group_size=64: head: group_size is"),
+        (["correction.train=together"], r"toml' with --set correction.train=together with --corr"),
+        (["run.patience=2"], r"'.*c\.toml' with --set run.patience=2: run.patience is 2, but"),
+    ],
+)
+def test_a_mistake_of_an_option_names_the_option(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    (tmp_path / "c.toml").write_text(MINIMAL)
+    head = "h" if options == ["correction.train=together"] else None
+    with pytest.raises(UserError, match=f"^{message}" if not head else message):
+        TrainConfig.read(tmp_path / "c.toml", options, correction_on=head)
+    with pytest.raises(UserError, match=r"^'.*c\.toml': run.log_every is 0: Input"):
+        read(tmp_path, MINIMAL + "[run]\nlog_every = 0", "run.save_every=3")
+
+
+@pytest.mark.parametrize(
     "key",
     [
         *("correction.rank", "optimizer.steps", "head.draft_vocab_size", "run.minutes"),

@@ -1,8 +1,9 @@
 """The training configuration: one TOML file, checked when it is read."""
 
 import json
+import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -16,6 +17,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from peagle.bundled import Role, expand_bundled
 from peagle.config import require_folder, require_writable_folder
@@ -566,17 +568,20 @@ class TrainConfig(_Section):
             data = tomllib.loads(file.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{str(path)!r} is not TOML: {error}.") from None
+        sources: dict[str, str] = {}  # options by the key that they set
         for override in overrides:
-            _put(data, override)
+            sources[_put(data, override)] = f"--set {override}"
         if output is not None:
+            sources["output"] = "--output"
             data["output"] = str(output.absolute())
         if correction_on is not None:
+            sources["correction.on"] = "--correction-on"
             head = Path(expand_bundled(correction_on, "draft")).absolute()
             _put(data, f"correction.on={json.dumps(str(head))}")
         try:
             config = cls.model_validate(data)
         except ValidationError as error:
-            raise UserError(f"{str(path)!r}: {_first_problem(error)}") from None
+            raise UserError(_first_problem(error, repr(str(path)), sources)) from None
         return config._relative_to(file.parent)._with_target_folder()
 
     def check_paths(self) -> None:
@@ -695,7 +700,8 @@ def _require_model(folder: Path, what: str) -> None:
         raise UserError(f"{what} {str(folder)!r} has no config.json; expected a model's folder.")
 
 
-def _put(data: dict[str, Any], override: str) -> None:
+def _put(data: dict[str, Any], override: str) -> str:
+    """Put a value over the data; return its key."""
     name, sign, text = override.partition("=")
     if not sign:
         raise UserError(f"--set is {override!r}; expected KEY=VALUE, as in optimizer.steps=2000.")
@@ -709,16 +715,35 @@ def _put(data: dict[str, Any], override: str) -> None:
         if not isinstance(data, dict):
             raise UserError(f"--set is {override!r}, but {section} is not a section.")
     data[key] = value
+    return name.strip()
 
 
-def _first_problem(error: ValidationError) -> str:
+def _first_problem(error: ValidationError, file: str, sources: Mapping[str, str]) -> str:
+    """Return the problem that explains the most, behind the file or the options that gave it."""
     problems = error.errors()
     # A misspelt key explains that another one is missing.
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     problem = [*unknown, *problems][0]
-    where = ".".join(str(part) for part in problem["loc"]) or "the file"
+    where = ".".join(str(part) for part in problem["loc"])
+    text = _problem_text(problem, where)
+    for key, source in sources.items():
+        is_unknown = problem["type"] == "extra_forbidden" and key.startswith(f"{where}.")
+        if is_unknown or f"{where}.".startswith(f"{key}."):
+            return f"{source}: {text}"
+    # A check of a whole section names several values.
+    prefix = f"{where}." if where else ""
+    named = [
+        source
+        for key, source in sources.items()
+        if key.startswith(prefix)
+        and re.search(rf"(?<![\w.]){re.escape(key.removeprefix(prefix))} ", text)
+    ]
+    return f"{' with '.join([file, *named])}: {text}"
+
+
+def _problem_text(problem: ErrorDetails, where: str) -> str:
     given, reason = problem["input"], problem["msg"].removeprefix("Value error, ")
-    if unknown:
+    if problem["type"] == "extra_forbidden":
         beside = _SECTIONS.get(where.rpartition(".")[0], TrainConfig).model_fields
         meant = did_you_mean(where, _known_keys(TrainConfig)) or f" Known: {', '.join(beside)}."
         return f"{where} is not a known key.{meant}"
@@ -728,7 +753,9 @@ def _first_problem(error: ValidationError) -> str:
         known = ", ".join(_known_keys(_SECTIONS[where]))
         return f"{where} is {short_repr(given)}; expected a table, [{where}], with some of {known}."
     # A check of a whole section names its values itself.
-    is_section = isinstance(given, dict) and (where == "the file" or where in _SECTIONS)
+    if not where:
+        return f"{reason}."
+    is_section = isinstance(given, dict) and where in _SECTIONS
     return f"{where}: {reason}." if is_section else f"{where} is {short_repr(given)}: {reason}."
 
 
