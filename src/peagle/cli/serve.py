@@ -133,7 +133,9 @@ def serve(
     spec, name = _spec(setup, config, compare_draft)
     from peagle.serving.server import serve as run
 
-    run(config, spec, keys, name=config.served_model_name or name, listening=listening)
+    own = config.served_model_name
+    typed = None if own else setup.settings.value("target")
+    run(config, spec, keys, name=own or name, typed_name=typed, listening=listening)
 
 
 def _as_in_sagemaker(*, with_model: bool) -> None:

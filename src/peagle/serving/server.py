@@ -149,12 +149,13 @@ def serve(
     keys: ApiKeys,
     *,
     name: str,
+    typed_name: str | None = None,
     listening: socket.socket | None = None,
 ) -> NoReturn:
     """Serve until a signal ends the process: with status 0, or 1 if the engines were lost.
 
     Args:
-        name: the clients' name for the model.
+        name, typed_name: as of `Service`.
         listening: a socket that is bound already; None binds one.
 
     Raises:
@@ -163,7 +164,8 @@ def serve(
     listening = listening or listen(config.host, config.port)
     connections = Connections(connection_limit(config.max_connections), config.head_timeout_s)
     with asyncio.Runner() as runner:
-        end_process(runner.run(_serve(config, spec, keys, name, listening, connections)))
+        names = name, typed_name
+        end_process(runner.run(_serve(config, spec, keys, names, listening, connections)))
 
 
 def end_process(status: int) -> NoReturn:
@@ -194,11 +196,12 @@ async def _serve(
     config: ServerConfig,
     spec: EngineSpec,
     keys: ApiKeys,
-    name: str,
+    names: tuple[str, str | None],
     listening: socket.socket,
     connections: Connections,
 ) -> int:
     started = time.monotonic()
+    name, typed_name = names
     recorder = Recorder.of(config, keys)
     spec = replace(spec, identify_target=recorder is not None)
     metrics = Metrics(name, recorder and recorder.counts)
@@ -210,6 +213,7 @@ async def _serve(
     )
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint is not None else None
     service = Service(config, name, tuple(spec.proposers), pool, metrics, tracing, recorder)
+    service.typed_name = typed_name
     counter = _counted(service)
     uvicorn_config = uvicorn.Config(
         _guarded(counter, service, keys),

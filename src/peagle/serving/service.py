@@ -47,6 +47,7 @@ class Service:
 
     Attributes:
         name: the clients' name for the model.
+        typed_name: the target as the user typed it, which requests may name too; None: no other.
         proposers: names of the proposers; the first one is the default.
         recorder: records answers; None records none.
         tokenizer: None while it loads.
@@ -64,6 +65,7 @@ class Service:
     tokenizer: Tokenizer | None = None
     is_draining: bool = False
     num_open: int = 0
+    typed_name: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -87,7 +89,7 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Refuse another model's name with status 404."""
-        if model is not None and model != self.name:
+        if model not in (None, self.name, self.typed_name):
             raise ApiError(
                 404,
                 f"The model {short_repr(model)} is not served here; expected {self.name!r}.",
