@@ -106,8 +106,8 @@ def doctor(
         raise UserError("--endpoint-model was given without --endpoint; give both.")
     if flags and not flags[0].startswith("-"):
         raise UserError(
-            f"{flags[0]!r} was given without an option; expected --target {flags[0]} for a target, "
-            f"or --draft {flags[0]} for a head."
+            f"{flags[0]!r} was given without an option; name a target with --target, a head with "
+            "--draft."
         )
     on_vllm = vllm.is_vllm(given, flags or [])
     if on_vllm and endpoint is not None:

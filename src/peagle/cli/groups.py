@@ -216,7 +216,7 @@ SERVER = group(
         Port to listen on; 0 takes a free one.
     --served-model-name NAME
         Name of the model for clients. [default: the folder's name, or the hub id; the model as
-        typed is accepted too]
+        typed goes too]
     --data-parallel-size INT
         Number of engine processes behind the port, each on a GPU of its own; the least
         loaded one takes a request.

@@ -229,14 +229,12 @@ def find_models(given: Given, methods: Sequence[DecodingMethod], ks: Sequence[in
     shape, k = _measured_shape(given, ks)
     if shape is not None:
         trees = {"parallel_drafting_spec": shape, "num_speculative_tokens": k}
-        for one, head in zip(methods, heads, strict=True):
-            if head is None:
-                continue
+        for head in filter(None, heads):
             parallel, trained = kind_and_depth(head)
             if parallel:
                 with_depth(SpeculativeConfig(model=str(head), **trees), head)
             else:
-                _check_narrowed(display_name(one.source), shape, trained)
+                _check_narrowed(display_name(str(head)), shape, trained)
     return Found(target, heads)
 
 
@@ -244,13 +242,8 @@ def _check_narrowed(head: str, shape: TreeShape, trained: int | None) -> None:
     """Refuse trees that an EAGLE-3 head cannot draft; tell the user if it drafts smaller ones."""
     found = _shape_for(False, trained, shape)
     check_trees(found, head, False, trained, None, None)
-    asked = CandidateTrees.parse(shape, default_k(trained), parallel=False)
-    if found != asked:
-        note(
-            f"the trees of the EAGLE-3 head {head!r} are at most {found.num_parallel_trees} wide "
-            f"and {found.prediction_depth} deep, not {asked.num_parallel_trees} and "
-            f"{asked.prediction_depth} as asked: it drafts no larger ones"
-        )
+    if found != CandidateTrees.parse(shape, default_k(trained), parallel=False):
+        note(f"the EAGLE-3 head {head!r} drafts no larger trees than {json.dumps(asdict(found))}")
 
 
 def load_models(

@@ -124,13 +124,11 @@ class Setup:
         from peagle.models.head_json import is_parallel_head
         from peagle.models.loading import with_local_head
 
-        if self.speculative is None:
-            return None
-        found = with_local_head(self.speculative)
-        folder = None if found.correction else found.model
-        if folder is not None and is_parallel_head(Path(folder)) is False:
+        found = self.speculative and with_local_head(self.speculative)
+        folder = None if found is None or found.correction else found.model
+        if folder is not None and not is_parallel_head(Path(folder)):
             source = self.settings.source("speculative.correction")
-            note(f"{source}: the EAGLE-3 head {folder!r} has no correction to leave out")
+            note(f"{source}: the EAGLE-3 head {folder!r} has none")
         return found
 
     def check_paths(self, chat_template: str | None = None) -> None:

@@ -119,10 +119,9 @@ def trained_depth(data: Mapping[str, Any]) -> Any:
 
 
 def kind_and_depth(folder: str | Path) -> tuple[bool, int | None]:
-    """Return whether the head in a folder is a P-EAGLE head, and the K that it was trained for.
+    """Return whether a head is a P-EAGLE head, and the K that it was trained for, if known.
 
-    None stands for a K that is not known. A file that cannot be read counts as a P-EAGLE head's:
-    loading the head reports the fault.
+    A file that cannot be read counts as a P-EAGLE head's: loading the head reports the fault.
     """
     data, depth = {}, None
     try:
@@ -140,8 +139,7 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     a head drafts such trees where steps run as CUDA graphs (`SpeculativeConfig.settled`).
     A schedule of K, or synthetic rates, give K themselves; of trees a schedule gives the nodes, so
     their depth is still the head's. Drawn chains lead those of a P-EAGLE head from
-    `DRAWN_CHAINS_FROM` on unless the configuration says otherwise. A file that cannot be read
-    changes nothing: loading the head reports the fault.
+    `DRAWN_CHAINS_FROM` on unless the configuration says otherwise.
 
     Raises:
         UserError: trees that the head cannot draft (`check_trees`).

@@ -164,8 +164,8 @@ def serve(
     listening = listening or listen(config.host, config.port)
     connections = Connections(connection_limit(config.max_connections), config.head_timeout_s)
     with asyncio.Runner() as runner:
-        names = name, typed_name
-        end_process(runner.run(_serve(config, spec, keys, names, listening, connections)))
+        run = _serve(config, spec, keys, name, typed_name, listening, connections)
+        end_process(runner.run(run))
 
 
 def end_process(status: int) -> NoReturn:
@@ -196,12 +196,12 @@ async def _serve(
     config: ServerConfig,
     spec: EngineSpec,
     keys: ApiKeys,
-    names: tuple[str, str | None],
+    name: str,
+    typed_name: str | None,
     listening: socket.socket,
     connections: Connections,
 ) -> int:
     started = time.monotonic()
-    name, typed_name = names
     recorder = Recorder.of(config, keys)
     spec = replace(spec, identify_target=recorder is not None)
     metrics = Metrics(name, recorder and recorder.counts)

@@ -47,7 +47,7 @@ class Service:
 
     Attributes:
         name: the clients' name for the model.
-        typed_name: the target as the user typed it, which requests may name too; None: no other.
+        typed_name: the target as the user typed it, another name for requests, or None.
         proposers: names of the proposers; the first one is the default.
         recorder: records answers; None records none.
         tokenizer: None while it loads.

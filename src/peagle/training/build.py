@@ -186,7 +186,7 @@ def _warm(
     always = _always_kept(config, target, tokenizer, drafter.config.mask_token_id)
     record = init.record(drafter, dataset, always)
     leaves_correction = not config.correction.is_trained and drafter.config.is_parallel
-    if leaves_correction and find_correction(init.folder) is not None:
+    if leaves_correction and find_correction(init.folder):
         record = replace(record, warnings=(*record.warnings, _LEFT_OUT))
     if record.mask_hidden_is_new and isinstance(target, TargetModel):
         features_of = features_by(target, dataset, drafter.config.aux_layer_ids)

@@ -1,7 +1,6 @@
 """The training configuration: one TOML file, checked when it is read."""
 
 import json
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
 from peagle.bundled import Role, expand_bundled
 from peagle.config import require_folder, require_writable_folder
@@ -54,11 +52,10 @@ class _Section(BaseModel):
     @classmethod
     def _refuse_flags_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         # pydantic reads true as 1.
-        values = value if isinstance(value, list | tuple) else [value]
-        if any(type(one) is bool for one in values):
-            kinds = _types(cls.model_fields[info.field_name or ""].annotation)
-            if bool not in kinds and kinds & {int, float}:
-                raise ValueError("expected a number, not true or false")
+        values = value if isinstance(value, list) else [value]
+        kinds = _types(cls.model_fields[info.field_name or ""].annotation)
+        if bool in map(type, values) and bool not in kinds and kinds & {int, float}:
+            raise ValueError("expected a number, not true or false")
         return value
 
 
@@ -568,7 +565,7 @@ class TrainConfig(_Section):
             data = tomllib.loads(file.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{str(path)!r} is not TOML: {error}.") from None
-        sources: dict[str, str] = {}  # options by the key that they set
+        sources: dict[str, str] = {}  # options, by key
         for override in overrides:
             sources[_put(data, override)] = f"--set {override}"
         if output is not None:
@@ -701,7 +698,6 @@ def _require_model(folder: Path, what: str) -> None:
 
 
 def _put(data: dict[str, Any], override: str) -> str:
-    """Put a value over the data; return its key."""
     name, sign, text = override.partition("=")
     if not sign:
         raise UserError(f"--set is {override!r}; expected KEY=VALUE, as in optimizer.steps=2000.")
@@ -732,16 +728,12 @@ def _first_problem(error: ValidationError, file: str, sources: Mapping[str, str]
             return f"{source}: {text}"
     # A check of a whole section names several values.
     prefix = f"{where}." if where else ""
-    named = [
-        source
-        for key, source in sources.items()
-        if key.startswith(prefix)
-        and re.search(rf"(?<![\w.]){re.escape(key.removeprefix(prefix))} ", text)
-    ]
+    names = {key.removeprefix(prefix): s for key, s in sources.items() if key.startswith(prefix)}
+    named = [source for name, source in names.items() if f" {name} " in f" {text}"]
     return f"{' with '.join([file, *named])}: {text}"
 
 
-def _problem_text(problem: ErrorDetails, where: str) -> str:
+def _problem_text(problem: Any, where: str) -> str:
     given, reason = problem["input"], problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         beside = _SECTIONS.get(where.rpartition(".")[0], TrainConfig).model_fields

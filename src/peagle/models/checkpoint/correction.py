@@ -92,7 +92,7 @@ def find_correction(folder: str | Path) -> Path | None:
         return path
     if os.path.lexists(path):
         found = "a folder" if path.is_dir() else "a link that leads to no file"
-        raise CheckpointError(f"{str(path)!r} is {found}; expected a correction. {_REMEDY}")
+        raise CheckpointError(f"{str(path)!r} is {found}; expected a file. {_REMEDY}")
     return None
 
 
