@@ -99,6 +99,8 @@ def test_a_correction_that_vllm_cannot_use_is_told(gpu, monkeypatch, tmp_path):
     assert check_launch(launch, gpu) == ()
     notes = check_launch(launch, replace(gpu, version="0.40.0"))
     assert "a correction, which needs vLLM 0.26 and 0.32" in notes[-1]
+    (note,) = check_launch(replace(launch, speculative=replace(EAGLE3, correction=False)), gpu)
+    assert "an EAGLE-3 head has none" in note
     monkeypatch.setenv("VLLM_PLUGINS", "lora,other")
     (note,) = check_launch(launch, gpu)
     assert "VLLM_PLUGINS is 'lora,other'" in note

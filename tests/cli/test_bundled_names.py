@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import pytest
@@ -153,6 +154,22 @@ def test_the_server_takes_the_names() -> None:
     spec, name = serve._spec(setup, ServerConfig(), "bundled")
     assert (spec, name) == (default, default_name)
     assert sorted(spec.proposers) == ["eagle3", "peagle"]
+
+
+def test_the_server_answers_to_the_name_that_was_typed(
+    peagle: Peagle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = []
+
+    def run(*_: Any, listening: socket, name: str, typed_name: str) -> None:
+        listening.close()
+        served.append((name, typed_name))
+
+    monkeypatch.setattr("peagle.serving.server.serve", run)
+    monkeypatch.setattr("peagle.serving.logs.configure_logging", lambda _: None)
+    for words in (["bundled"], ["bundled", "--served-model-name", "mine"], []):
+        assert peagle("serve", *words, "--port", 0).status == 0
+    assert served == [("peagle-code", "bundled"), ("mine", None), ("peagle-code", None)]
 
 
 @pytest.mark.slow

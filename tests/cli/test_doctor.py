@@ -125,6 +125,8 @@ def test_mistakes(peagle: Peagle, prompts: Path, tmp_path: Path) -> None:
     head = PAIR2 / "peagle"
     for arguments, text in (
         (["--target", PAIR2 / "target"], "--draft"),
+        (["bundled"], "'bundled' was given without an option"),
+        (["bundled", "--engine", "vllm"], "name a target with --target"),
         ([*options(tmp_path / "none", prompts)], "none"),
         ([*options(head, prompts), "-k", 17], "1 to 16"),
         ([*options(head, prompts), "--plain", "--thinking"], "neither"),

@@ -12,9 +12,11 @@ import pytest
 
 from peagle.cli.eval import EvalView, entry_text
 from peagle.cli.flags import Given
-from peagle.cli.harness import named_methods
+from peagle.cli.harness import find_models, named_methods
 from peagle.cli.settings import Setting
+from peagle.errors import UserError
 from peagle.evaluation import dialogues, eval_run
+from peagle.evaluation.decoding_methods import DecodingMethod
 from peagle.models.checkpoint import save_drafter
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel
@@ -109,6 +111,25 @@ def test_trees_are_methods_of_their_own(peagle: Peagle, pair: Pair) -> None:
     without = entries_of(peagle("eval", *words))
     assert [one["method"] for one in without] == ["peagle", trees[0], "eagle3", trees[1]]
     assert without[1]["pooled"] == entries[1]["pooled"]
+
+
+def test_an_eagle3_head_drafts_what_it_can_of_trees_and_says_so(
+    pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def found(trained: int, **shape: int) -> str:
+        text = json.dumps({"peagle": {"num_speculative_tokens_trained": trained}})
+        (tmp_path / "config.json").write_text(text)
+        given = {"target": str(pair.target), "speculative.parallel_drafting_spec": shape}
+        given = Given({key: Setting(value, "--option") for key, value in given.items()})
+        find_models(given, [DecodingMethod("mine", str(tmp_path)), DecodingMethod("ngram")])
+        return capsys.readouterr().err
+
+    assert found(5, num_parallel_trees=8, prediction_depth=5) == found(5) == ""
+    line = found(5, num_parallel_trees=9, prediction_depth=7)
+    assert f"head {str(tmp_path)!r} drafts no larger trees than" in line
+    assert '"num_parallel_trees": 8, "prediction_depth": 5' in line
+    with pytest.raises(UserError, match="from 8 nodes at 9 depths; expected at most 64"):
+        found(12, num_parallel_trees=9, prediction_depth=10)
 
 
 @pytest.mark.slow

@@ -91,6 +91,13 @@ def test_many_prompts_keep_their_order(
     assert "3 of 3 prompts have further turns" in result.err
 
 
+def test_an_eagle3_head_has_no_correction_to_leave_out(peagle: Peagle, pair: Pair) -> None:
+    words = ("--prompt", PROMPTS[0], "--max-new-tokens", 2, "--no-correction")
+    result = peagle("generate", "--target", pair.target, "--draft", pair.eagle3, *words)
+    line = f"note: --no-correction: the EAGLE-3 head {str(pair.eagle3)!r} has none"
+    assert result.status == 0 and result.err.count(line) == 1, result.err
+
+
 def test_text_is_the_completion_and_statistics_go_to_stderr(peagle: Peagle, pair: Pair) -> None:
     call = ("generate", *pair.options, "--prompt", PROMPTS[0], "--max-new-tokens", 12)
     text = json.loads(peagle(*call, "--format", "json").out)["text"]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from peagle.models.checkpoint import convert_head
 from peagle.models.loading import resolve_model
 from tests.cli.conftest import Pair, Peagle
+from tests.corrections import add_correction
 from tests.fake_hub import FakeHub, read_folder, serve, used
 
 REPO, TARGET = "org/head", "example/Tiny-Llama"
@@ -121,6 +122,14 @@ def test_json_has_exactly_the_promised_fields(peagle: Peagle, hub: FakeHub, head
         "removed": [],
         "verified": True,
     }
+
+
+def test_a_correction_is_checked_as_loading_does(peagle: Peagle, head: Path) -> None:
+    path = add_correction(head)
+    assert peagle("push", head, REPO, *CARD).status == 0
+    path.write_bytes(path.read_bytes()[:-20])
+    result = peagle("push", head, REPO, *CARD)
+    assert result.out == "" and f"{str(path)!r} is not readable" in result.err
 
 
 # ---- an upload ------------------------------------------------------------------------------

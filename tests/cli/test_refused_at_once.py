@@ -128,7 +128,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["make-head", "bundled", "-o", "made", "--minutes", "0"], "--minutes is 0; expected a finite"),
     (
         ["make-head", "bundled", "-o", "made", "--set", "head.layers=3"],
-        "--set: head.layers is not a known key",
+        "--set head.layers=3: head.layers is not a known key",
     ),
     (["make-head", "bundled", "-o", "empty/..", "--head", "eagle3"], "did not begin it"),
     (["make-head", "bundled", "-o", "made", "--prompts", "none.jsonl"], "is not there"),

@@ -658,6 +658,7 @@ def test_outputs_are_printed_in_order(
             ["--method", "ngram", "--draft-max-len", "9"],
             "--draft-max-len: max_model_len is 9; expected no max_model_len with method",
         ),
+        (["--method", "ngram", "--no-correction"], "--no-correction: correction is False"),
         (
             ["--draft", "h", "--draft-window", "-1"],
             "--draft-window: draft_window is -1; expected a whole number, 0 for no window, or none",

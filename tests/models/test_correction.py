@@ -178,6 +178,15 @@ def test_a_broken_file_is_refused(head: Path, target: TargetModel) -> None:
     assert "not readable" in refusal(head, target)
 
 
+def test_a_name_without_a_file_is_refused(head: Path, target: TargetModel, tmp_path: Path) -> None:
+    path = head / CORRECTION_NAME
+    path.symlink_to(tmp_path / "gone")
+    assert "is a link that leads to no file; expected" in refusal(head, target)
+    path.unlink()
+    path.mkdir()
+    assert "is a folder; expected" in refusal(head, target)
+
+
 def test_the_identity_of_a_head_does_not_depend_on_its_style(head: Path, tmp_path: Path) -> None:
     convert_head(head, tmp_path / "other", "speculators")
     config = read_head(head).config

@@ -241,6 +241,15 @@ def test_priority_can_be_ignored(is_ignored: bool) -> None:
     assert generation.priority == (0 if is_ignored else -5)
 
 
+def test_the_model_has_its_name_and_the_typed_one() -> None:
+    pool: Any = None
+    service = Service(ServerConfig(), "m", ("plain",), pool, Metrics("m"), typed_name="./m")
+    service.check_model("m")
+    service.check_model("./m")
+    with pytest.raises(ApiError, match="'x' is not served here; expected 'm'"):
+        service.check_model("x")
+
+
 # ---- texts --------------------------------------------------------------------------------------
 
 

@@ -70,10 +70,31 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
         TrainConfig.read(tmp_path / "none.toml")
 
 
-@pytest.mark.parametrize("key", ["optimizer.learnig_rate=3", "optimzer.learning_rate=3"])
-def test_a_misspelt_override_names_the_key(tmp_path: Path, key: str) -> None:
-    with pytest.raises(UserError, match="Did you mean 'optimizer"):
-        read(tmp_path, MINIMAL, key)
+@pytest.mark.parametrize(
+    ("option", "rest"),
+    [
+        ("optimizer.steps=0", "optimizer.steps is 0: Input"),
+        ("method.depth_weights=[-1]", "method.depth_weights.0 is"),
+        ("optimizer.stps=3", "optimizer.stps is not a known key. Did you mean 'optimizer"),
+        ("optimzer.steps=2", "optimzer is not a known key. Did you mean 'optimizer"),
+        ("run.minutes=2", "optimizer.steps is 5 and run.minutes is 2"),
+        ("head.group_size=64", "head: group_size is 64 and"),
+    ],
+)
+def test_a_mistake_of_an_option_names_the_option(tmp_path: Path, option: str, rest: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, MINIMAL, option, "run.seed=1")
+    file = f"{str(tmp_path / 'c.toml')!r} with " if " and" in rest else ""
+    assert str(caught.value).startswith(f"{file}--set {option}: {rest}")
+
+
+def test_true_is_no_number(tmp_path: Path) -> None:
+    for key in ("correction.rank", "run.minutes", "method.cod_ratio", "format_version"):
+        with pytest.raises(UserError, match=f"{key} is True: expected a number, not true"):
+            read(tmp_path, MINIMAL, f"{key}=true")
+    with pytest.raises(UserError, match=r"depth_weights is \[1, True\]: expected a number, not"):
+        read(tmp_path, MINIMAL, "method.depth=2", "method.depth_weights=[1, true]")
+    assert read(tmp_path, MINIMAL, "run.recompute_layers=true").run.recompute_layers is True
 
 
 @pytest.mark.parametrize(
@@ -105,6 +126,9 @@ def test_a_correction_has_its_own_optimizer_and_steps(tmp_path: Path) -> None:
     config = TrainConfig.read(tmp_path / "c.toml", correction_on="head")
     assert (config.optimizer.name, config.optimizer.steps, config.run.minutes) == ("adamw", 7, None)
     assert optimizer_note(config, config) == ""
+    with pytest.raises(UserError, match=r"toml' with --correction-on: correction.on is"):
+        (tmp_path / "c.toml").write_text(text + '\ntrain = "together"')
+        TrainConfig.read(tmp_path / "c.toml", correction_on="head")
 
 
 def test_the_steps_that_minutes_have_room_for(tmp_path: Path) -> None:

@@ -104,6 +104,11 @@ def doctor(
     """
     if endpoint_model is not None and endpoint is None:
         raise UserError("--endpoint-model was given without --endpoint; give both.")
+    if flags and not flags[0].startswith("-"):
+        raise UserError(
+            f"{flags[0]!r} was given without an option; name a target with --target, a head with "
+            "--draft."
+        )
     on_vllm = vllm.is_vllm(given, flags or [])
     if on_vllm and endpoint is not None:
         raise UserError("--engine vllm and --endpoint contradict each other; leave one out.")

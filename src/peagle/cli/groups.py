@@ -215,7 +215,8 @@ SERVER = group(
     --port INT
         Port to listen on; 0 takes a free one.
     --served-model-name NAME
-        Name of the model for clients. [default: the folder's name, or the hub id]
+        Name of the model for clients. [default: the folder's name, or the hub id; the model as
+        typed goes too]
     --data-parallel-size INT
         Number of engine processes behind the port, each on a GPU of its own; the least
         loaded one takes a request.

@@ -31,12 +31,17 @@ from peagle.config.speculative import AUTO, MAX_BEAM, NEVER
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
 from peagle.evaluation.prompts import Prompt
-from peagle.models.head_json import default_k, is_parallel_head, with_depth
+from peagle.models.head_json import (
+    check_trees,
+    default_k,
+    is_parallel_head,
+    kind_and_depth,
+    with_depth,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from peagle.models.drafter import DrafterConfig
     from peagle.models.target_facts import TargetSizes
     from peagle.results import Document
 
@@ -214,7 +219,7 @@ def find_models(given: Given, methods: Sequence[DecodingMethod], ks: Sequence[in
         ks: as for `load_models`.
 
     Raises:
-        UserError: as for `resolve_model`; or trees are deeper than a head was trained for.
+        UserError: as for `resolve_model`; or a head cannot draft the trees.
     """
     from peagle.models.loading import resolve_model
 
@@ -225,9 +230,20 @@ def find_models(given: Given, methods: Sequence[DecodingMethod], ks: Sequence[in
     if shape is not None:
         trees = {"parallel_drafting_spec": shape, "num_speculative_tokens": k}
         for head in filter(None, heads):
-            if is_parallel_head(head):
+            parallel, trained = kind_and_depth(head)
+            if parallel:
                 with_depth(SpeculativeConfig(model=str(head), **trees), head)
+            else:
+                _check_narrowed(display_name(str(head)), shape, trained)
     return Found(target, heads)
+
+
+def _check_narrowed(head: str, shape: TreeShape, trained: int | None) -> None:
+    """Refuse trees that an EAGLE-3 head cannot draft; tell the user if it drafts smaller ones."""
+    found = _shape_for(False, trained, shape)
+    check_trees(found, head, False, trained, None, None)
+    if found != CandidateTrees.parse(shape, default_k(trained), parallel=False):
+        note(f"the EAGLE-3 head {head!r} drafts no larger trees than {json.dumps(asdict(found))}")
 
 
 def load_models(
@@ -336,22 +352,21 @@ def _with_head(
     )
     if trees is None:
         return [found]
-    shape = _shape_for(config, trees)
+    shape = _shape_for(config.is_parallel, config.trained_depth, trees)
     kinds = (False, True) if has_copies else (False,)
     grown = [found.with_trees(shape, follows_k=follows_k, has_copies=one) for one in kinds]
     return [found, *grown]
 
 
-def _shape_for(head: DrafterConfig, trees: TreeShape) -> CandidateTrees:
+def _shape_for(parallel: bool, trained: int | None, trees: TreeShape) -> CandidateTrees:
     """Return the shape of a head's trees.
 
     The shape is asked of all heads that are compared, so an EAGLE-3 head drafts what it can of it.
     """
-    k = default_k(head.trained_depth)
-    shape = CandidateTrees.parse(trees, k, parallel=head.is_parallel)
-    if head.is_parallel:
+    shape = CandidateTrees.parse(trees, default_k(trained), parallel=parallel)
+    if parallel:
         return shape
-    depth = min(shape.prediction_depth, head.trained_depth or shape.prediction_depth)
+    depth = min(shape.prediction_depth, trained or shape.prediction_depth)
     beam = min(shape.num_parallel_trees, MAX_BEAM)
     return replace(shape, num_parallel_trees=beam, prediction_depth=depth)
 

@@ -467,7 +467,8 @@ def _check_overrides(head: str, overrides: Sequence[str]) -> bool:
         try:
             read = TrainConfig.read(config, [f"run.minutes={_PROBE_MINUTES}", *overrides])
         except UserError as error:
-            raise UserError(str(error).replace(repr(str(config)), "--set")) from None
+            text = str(error).replace(f"{str(config)!r} with ", "")
+            raise UserError(text.replace(repr(str(config)), "--set")) from None
     if (on := read.correction.on) is not None:
         raise UserError(
             f"--set correction.on is {str(on)!r}; expected none: `peagle make-head` makes a head "

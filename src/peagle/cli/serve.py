@@ -135,7 +135,9 @@ def serve(
     spec, name = _spec(setup, config, compare_draft)
     from peagle.serving.server import serve as run
 
-    run(config, spec, keys, admin_keys, name=config.served_model_name or name, listening=listening)
+    own = config.served_model_name
+    typed = None if own else setup.settings.value("target")
+    run(config, spec, keys, admin_keys, name=own or name, typed_name=typed, listening=listening)
 
 
 def _as_in_sagemaker(*, with_model: bool) -> None:
@@ -157,7 +159,7 @@ def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[Engi
     from peagle.models.loading import resolve_model, with_local_head
 
     folder = resolve_model(setup.target, setup.settings.value("revision"))
-    speculative = setup.speculative and with_local_head(setup.speculative)
+    speculative = setup.local_speculative()
     proposers = {_proposer_name(speculative): speculative}
     pair = setup.pair
     if compare is None and pair is not None and speculative is not None:

@@ -106,11 +106,11 @@ class Setup:
         """Load the models; print the memory plan, on a CPU only with --show-memory."""
         self.note_plain_decoding()
         self.check_paths()
-        from peagle.models.loading import resolve_model, with_local_head
+        from peagle.models.loading import resolve_model
 
         # The hub comes before torch is imported, so that an unreachable hub is reported at once.
         folder = folder or resolve_model(self.target, self.settings.value("revision"))
-        speculative = self.speculative and with_local_head(self.speculative)
+        speculative = self.local_speculative()
         self.prepare()
         from peagle.llm import LLM
 
@@ -118,6 +118,18 @@ class Setup:
         if self.show_memory or llm.target.device.type == "cuda":
             print(dim(str(llm.engine.memory_plan), sys.stderr), file=sys.stderr)
         return llm
+
+    def local_speculative(self) -> SpeculativeConfig | None:
+        """Return the speculative configuration with its head in a folder (`with_local_head`)."""
+        from peagle.models.head_json import is_parallel_head
+        from peagle.models.loading import with_local_head
+
+        found = self.speculative and with_local_head(self.speculative)
+        folder = None if found is None or found.correction else found.model
+        if folder is not None and not is_parallel_head(Path(folder)):
+            source = self.settings.source("speculative.correction")
+            note(f"{source}: the EAGLE-3 head {folder!r} has none")
+        return found
 
     def check_paths(self, chat_template: str | None = None) -> None:
         """Refuse missing models, a missing template and a missing package."""

@@ -339,6 +339,7 @@ class SpeculativeConfig:
         for name in (_TREES, "model", "revision", "quantization", "max_model_len", "draft_window"):
             value = getattr(self, name)
             require(value is None, name, value, f'no {name} with method "ngram"')
+        require(self.correction, "correction", False, 'true, or none, with method "ngram"')
         no = self.prompt_lookup
         require(no is not False, "prompt_lookup", no, 'true, or none, with method "ngram"')
 

@@ -118,6 +118,20 @@ def trained_depth(data: Mapping[str, Any]) -> Any:
     return methods[0].get("speculative_tokens")
 
 
+def kind_and_depth(folder: str | Path) -> tuple[bool, int | None]:
+    """Return whether a head is a P-EAGLE head, and the K that it was trained for, if known.
+
+    A file that cannot be read counts as a P-EAGLE head's: loading the head reports the fault.
+    """
+    data, depth = {}, None
+    try:
+        data = read_json(Path(folder) / "config.json")
+        depth = trained_depth(data)
+    except (OSError, ValueError, AttributeError, CheckpointError):
+        pass
+    return not data or is_parallel(data), depth if type(depth) is int and depth >= 1 else None
+
+
 def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConfig:
     """Return the configuration with K filled in from the head in `folder` where none was given.
 
@@ -125,8 +139,7 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     a head drafts such trees where steps run as CUDA graphs (`SpeculativeConfig.settled`).
     A schedule of K, or synthetic rates, give K themselves; of trees a schedule gives the nodes, so
     their depth is still the head's. Drawn chains lead those of a P-EAGLE head from
-    `DRAWN_CHAINS_FROM` on unless the configuration says otherwise. A file that cannot be read
-    changes nothing: loading the head reports the fault.
+    `DRAWN_CHAINS_FROM` on unless the configuration says otherwise.
 
     Raises:
         UserError: trees that the head cannot draft (`check_trees`).
@@ -136,14 +149,7 @@ def with_depth(config: SpeculativeConfig, folder: str | Path) -> SpeculativeConf
     k, head = config.num_speculative_tokens, config.model
     if head is None or (shape is None and (k is not None or not is_open)):
         return config
-    data, depth = {}, None
-    try:
-        data = read_json(Path(folder) / "config.json")
-        depth = trained_depth(data)
-    except (OSError, ValueError, AttributeError, CheckpointError):
-        pass
-    depth = depth if type(depth) is int and depth >= 1 else None
-    parallel = not data or is_parallel(data)
+    parallel, depth = kind_and_depth(folder)
     if shape in (None, AUTO):
         _check_drawn_chains(config.drawn_chains_from, head, parallel)
         if config.draft_sampling == "argmax":

@@ -153,6 +153,7 @@ def serve(
     admin_keys: ApiKeys | None = None,
     *,
     name: str,
+    typed_name: str | None = None,
     listening: socket.socket | None = None,
 ) -> NoReturn:
     """Serve until a signal ends the process: with status 0, or 1 if the engines were lost.
@@ -160,7 +161,7 @@ def serve(
     Args:
         admin_keys: keys of an administrator, who may swap the head for one of
             `config.allow_heads`; without them nobody may.
-        name: the clients' name for the model.
+        name, typed_name: as of `Service`.
         listening: a socket that is bound already; None binds one.
 
     Raises:
@@ -169,9 +170,8 @@ def serve(
     listening = listening or listen(config.host, config.port)
     connections = Connections(connection_limit(config.max_connections), config.head_timeout_s)
     with asyncio.Runner() as runner:
-        end_process(
-            runner.run(_serve(config, spec, keys, admin_keys, name, listening, connections))
-        )
+        run = _serve(config, spec, keys, admin_keys, name, typed_name, listening, connections)
+        end_process(runner.run(run))
 
 
 def end_process(status: int) -> NoReturn:
@@ -204,6 +204,7 @@ async def _serve(
     keys: ApiKeys,
     admin_keys: ApiKeys | None,
     name: str,
+    typed_name: str | None,
     listening: socket.socket,
     connections: Connections,
 ) -> int:
@@ -223,6 +224,7 @@ async def _serve(
     swaps = None if head is None else HeadSwaps(pool, folders, head)
     names = tuple(spec.proposers)
     service = Service(config, name, names, pool, metrics, tracing, recorder, swaps)
+    service.typed_name = typed_name
     counter = _counted(service)
     uvicorn_config = uvicorn.Config(
         _guarded(counter, service, keys, admin_keys),

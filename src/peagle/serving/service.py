@@ -48,6 +48,7 @@ class Service:
 
     Attributes:
         name: the clients' name for the model.
+        typed_name: the target as the user typed it, another name for requests, or None.
         proposers: names of the proposers; the first one is the default.
         recorder: records answers; None records none.
         swaps: swaps the head; None keeps it.
@@ -67,6 +68,7 @@ class Service:
     tokenizer: Tokenizer | None = None
     is_draining: bool = False
     num_open: int = 0
+    typed_name: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -90,7 +92,7 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Refuse another model's name with status 404."""
-        if model is not None and model != self.name:
+        if model not in (None, self.name, self.typed_name):
             raise ApiError(
                 404,
                 f"The model {short_repr(model)} is not served here; expected {self.name!r}.",

@@ -10,7 +10,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from peagle.data.dataset import ResponseDataset
 from peagle.errors import UserError
-from peagle.models.checkpoint import CORRECTION_NAME, load_drafter, read_correction
+from peagle.models.checkpoint import (
+    CORRECTION_NAME,
+    find_correction,
+    load_drafter,
+    read_correction,
+)
 from peagle.models.checkpoint.packed import layer_types
 from peagle.models.checkpoint.weights import tensor_shapes
 from peagle.models.correction import Correction
@@ -184,7 +189,7 @@ def _warm(
     always = _always_kept(config, target, tokenizer, drafter.config.mask_token_id)
     record = init.record(drafter, dataset, always)
     leaves_correction = not config.correction.is_trained and drafter.config.is_parallel
-    if leaves_correction and (init.folder / CORRECTION_NAME).is_file():
+    if leaves_correction and find_correction(init.folder):
         record = replace(record, warnings=(*record.warnings, _LEFT_OUT))
     if record.mask_hidden_is_new and isinstance(target, TargetModel):
         features_of = features_by(target, dataset, drafter.config.aux_layer_ids)

@@ -2,11 +2,20 @@
 
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from peagle.bundled import Role, expand_bundled
 from peagle.config import require_folder, require_writable_folder
@@ -38,6 +47,21 @@ def _model(role: Role) -> BeforeValidator:
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_flags_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic reads true as 1.
+        values = value if isinstance(value, list) else [value]
+        kinds = _types(cls.model_fields[info.field_name or ""].annotation)
+        if bool in map(type, values) and bool not in kinds and kinds & {int, float}:
+            raise ValueError("expected a number, not true or false")
+        return value
+
+
+def _types(annotation: Any) -> set[Any]:
+    """Return the types that an annotation names, also within others."""
+    return {annotation}.union(*map(_types, get_args(annotation)))
 
 
 def _used(section: _Section, *young: str) -> dict[str, Any]:
@@ -544,28 +568,42 @@ class TrainConfig(_Section):
             data = tomllib.loads(file.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{str(path)!r} is not TOML: {error}.") from None
+        sources: dict[str, str] = {}  # options, by key
         for override in overrides:
-            _put(data, override)
+            sources[_put(data, override)] = f"--set {override}"
         if output is not None:
+            sources["output"] = "--output"
             data["output"] = str(output.absolute())
         if correction_on is not None:
+            sources["correction.on"] = "--correction-on"
             head = Path(expand_bundled(correction_on, "draft")).absolute()
             _put(data, f"correction.on={json.dumps(str(head))}")
-        return cls.of(data, source=str(path))._relative_to(file.parent)._with_target_folder()
+        config = cls.of(data, source=str(path), options=sources)
+        return config._relative_to(file.parent)._with_target_folder()
 
     @classmethod
-    def of(cls, data: dict[str, Any], overrides: Sequence[str] = (), *, source: str) -> Self:
+    def of(
+        cls,
+        data: dict[str, Any],
+        overrides: Sequence[str] = (),
+        *,
+        source: str,
+        options: Mapping[str, str] | None = None,
+    ) -> Self:
         """Return the run with the keys of a file; `overrides` go over them, as in `read`.
 
+        Args:
+            options: what gave some values already, by their keys.
+
         Raises:
-            UserError: a key or value is not understood; it names `source`.
+            UserError: a key or value is not understood; it names the option, or `source`.
         """
-        for override in overrides:
-            _put(data, override)
+        given = {_put(data, override): f"--set {override}" for override in overrides}
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise UserError(f"{source!r}: {_first_problem(error)}") from None
+            by_key = {**(options or {}), **given}
+            raise UserError(_first_problem(error, repr(source), by_key)) from None
 
     def check_paths(self) -> None:
         """Refuse a target, an init head or data files that are not there.
@@ -683,7 +721,7 @@ def _require_model(folder: Path, what: str) -> None:
         raise UserError(f"{what} {str(folder)!r} has no config.json; expected a model's folder.")
 
 
-def _put(data: dict[str, Any], override: str) -> None:
+def _put(data: dict[str, Any], override: str) -> str:
     name, sign, text = override.partition("=")
     if not sign:
         raise UserError(f"--set is {override!r}; expected KEY=VALUE, as in optimizer.steps=2000.")
@@ -697,16 +735,31 @@ def _put(data: dict[str, Any], override: str) -> None:
         if not isinstance(data, dict):
             raise UserError(f"--set is {override!r}, but {section} is not a section.")
     data[key] = value
+    return name.strip()
 
 
-def _first_problem(error: ValidationError) -> str:
+def _first_problem(error: ValidationError, file: str, sources: Mapping[str, str]) -> str:
+    """Return the problem that explains the most, behind the file or the options that gave it."""
     problems = error.errors()
     # A misspelt key explains that another one is missing.
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     problem = [*unknown, *problems][0]
-    where = ".".join(str(part) for part in problem["loc"]) or "the file"
+    where = ".".join(str(part) for part in problem["loc"])
+    text = _problem_text(problem, where)
+    for key, source in sources.items():
+        is_unknown = problem["type"] == "extra_forbidden" and key.startswith(f"{where}.")
+        if is_unknown or f"{where}.".startswith(f"{key}."):
+            return f"{source}: {text}"
+    # A check of a whole section names several values.
+    prefix = f"{where}." if where else ""
+    names = {key.removeprefix(prefix): s for key, s in sources.items() if key.startswith(prefix)}
+    named = [source for name, source in names.items() if f" {name} " in f" {text}"]
+    return f"{' with '.join([file, *named])}: {text}"
+
+
+def _problem_text(problem: Any, where: str) -> str:
     given, reason = problem["input"], problem["msg"].removeprefix("Value error, ")
-    if unknown:
+    if problem["type"] == "extra_forbidden":
         beside = _SECTIONS.get(where.rpartition(".")[0], TrainConfig).model_fields
         meant = did_you_mean(where, _known_keys(TrainConfig)) or f" Known: {', '.join(beside)}."
         return f"{where} is not a known key.{meant}"
@@ -716,7 +769,9 @@ def _first_problem(error: ValidationError) -> str:
         known = ", ".join(_known_keys(_SECTIONS[where]))
         return f"{where} is {short_repr(given)}; expected a table, [{where}], with some of {known}."
     # A check of a whole section names its values itself.
-    is_section = isinstance(given, dict) and (where == "the file" or where in _SECTIONS)
+    if not where:
+        return f"{reason}."
+    is_section = isinstance(given, dict) and where in _SECTIONS
     return f"{where}: {reason}." if is_section else f"{where} is {short_repr(given)}: {reason}."
 
 

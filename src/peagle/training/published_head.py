@@ -18,7 +18,13 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 from peagle.config import require_folder
 from peagle.data.origins import AnswerOrigin
 from peagle.errors import CheckpointError, UserError
-from peagle.models.checkpoint import CORRECTION_NAME, HeadFormat, StoredHead, read_head
+from peagle.models.checkpoint import (
+    CORRECTION_NAME,
+    HeadFormat,
+    StoredHead,
+    read_correction,
+    read_head,
+)
 from peagle.models.checkpoint.files import read_object
 from peagle.models.checkpoint.weights import INDEX_NAME, WEIGHTS_NAME
 from peagle.models.drafter import DrafterConfig
@@ -150,7 +156,8 @@ def read_published(folder: str | Path) -> PublishedHead:
     Raises:
         UserError: no such folder; a file in it that must not be published (a pickle, a link out of
             the folder, something secret, anything that is not part of a head).
-        CheckpointError: the head is not whole, or has no fingerprint of its target.
+        CheckpointError: the head or its correction is not whole, or has no fingerprint of its
+            target.
     """
     folder = require_folder(folder, "The draft head")
     _check_entries(folder)
@@ -162,6 +169,7 @@ def read_published(folder: str | Path) -> PublishedHead:
             f"Push what `peagle convert {folder} DST --format vllm --target TARGET` writes."
         )
     tensors, _ = head.read_tensors(folder)
+    read_correction(folder, head.config)  # refuses a bad one
     files = _published_files(folder)
     fingerprint = _fingerprint(head, str(folder))
     floats = [value for value in tensors.values() if value.is_floating_point()]

@@ -205,6 +205,8 @@ def _check_head(launch: VllmLaunch, installation: VllmInstallation, folder: str)
         )
     if config.correction and read_correction(folder, head) is not None:
         yield from _correction_notes(installation)
+    elif not config.correction and not head.is_parallel:
+        yield "the correction is off; an EAGLE-3 head has none"
     size = launch.speculative_options.get("draft_tensor_parallel_size")
     size = launch.tensor_parallel_size if size is None else size
     if head.num_attention_heads % size:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.models.checkpoint import ANY_DEPTH, CORRECTION_NAME, read_correction, read_head
+from peagle.models.checkpoint import ANY_DEPTH, find_correction, read_correction, read_head
 from peagle.models.correction import DraftCorrection
 from peagle.models.loading import resolve_model
 from peagle.models.target_ends import TargetEnds
@@ -70,7 +70,7 @@ def read_from_vllm(proposer: Any) -> DraftCorrection | None:
     draft, target = proposer.draft_model_config, proposer.vllm_config.model_config
     folder = Path(resolve_model(draft.model, draft.revision, role="draft"))
     is_first = get_tensor_model_parallel_rank() == 0
-    if not (folder / CORRECTION_NAME).is_file():
+    if find_correction(folder) is None:
         if is_first:
             logger.info("peagle: %s has no correction; vLLM drafts as without peagle.", folder)
         return None

@@ -5,6 +5,7 @@ file that does, and refuses a head with tensors that it does not know.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,6 +81,21 @@ def _write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) 
         raise UserError(f"The correction {str(path)!r} could not be written: {error}.") from None
 
 
+def find_correction(folder: str | Path) -> Path | None:
+    """Return the file of the correction beside the head in `folder`; None without one.
+
+    Raises:
+        CheckpointError: a folder has its name, or a link that leads to no file.
+    """
+    path = Path(folder) / CORRECTION_NAME
+    if path.is_file():
+        return path
+    if os.path.lexists(path):
+        found = "a folder" if path.is_dir() else "a link that leads to no file"
+        raise CheckpointError(f"{str(path)!r} is {found}; expected a file. {_REMEDY}")
+    return None
+
+
 def copy_correction(source: Path, destination: Path, config: DrafterConfig) -> bool:
     """Copy the correction of a head that was written anew; False if the head has none.
 
@@ -93,8 +109,7 @@ def copy_correction(source: Path, destination: Path, config: DrafterConfig) -> b
         CheckpointError: the correction cannot be read.
         UserError: it could not be written.
     """
-    path = source / CORRECTION_NAME
-    if not path.is_file():
+    if (path := find_correction(source)) is None:
         return False
     tensors, facts = _read(path)
     before, after = (head_identity(folder, config) for folder in (source, destination))
@@ -128,8 +143,7 @@ def read_correction(folder: str | Path, config: DrafterConfig) -> Correction | N
     Raises:
         CheckpointError: it is another head's, of other sizes, or not readable.
     """
-    path = Path(folder) / CORRECTION_NAME
-    if not path.is_file():
+    if (path := find_correction(folder)) is None:
         return None
     if not config.is_parallel:
         raise CheckpointError(
