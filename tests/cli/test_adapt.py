@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import secrets
+import signal
 from base64 import b64encode
 from collections.abc import Sequence
 from itertools import permutations
@@ -23,6 +24,7 @@ from peagle.engine import SpeculationStats
 from peagle.models.checkpoint import CORRECTION_NAME
 from peagle.models.fingerprint import identity_of
 from peagle.models.target_ends import TargetEnds
+from peagle.training.trainer import Trainer
 from tests.cli.conftest import Pair, Peagle, Result
 
 Pairs = Sequence[tuple[list[int], list[int]]]
@@ -147,6 +149,7 @@ def test_the_head_is_trained_with_old_data(
 MISTAKES = {
     "small": (["--seed", 1], "holds 60 usable requests, whose newest tenth is of 6"),
     "minutes": (["--minutes", 0], "--minutes is 0; expected a finite number above 0"),
+    "loss": (["--max-loss", 2], "--max-loss is 2; expected a share"),
     "share": (["--old-share", 1], "--old-share is 1; expected at least 0"),
     "no old": (["--what", "head"], "Name them with --old FILE, or give --old-share 0"),
     "old": (["--old", "x.jsonl"], "expected a .safetensors file that `peagle data prepare`"),
@@ -162,6 +165,24 @@ def test_mistakes_are_told(
     record(tmp_path / "traffic", pair.target, some(110 if name == "set" else 60))
     result = on_tiny(peagle, pair, tmp_path, *options)
     assert result.status == 2 and text in result.err, result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["traffic"]
+
+
+def test_sigterm_leaves_no_copy_of_the_traffic(
+    peagle: Peagle,
+    pair: Pair,
+    tmp_path: Path,
+    unchecked: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record(tmp_path / "traffic", pair.target, some(110))
+    monkeypatch.setattr(Trainer, "run", lambda _: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        result = on_tiny(peagle, pair, tmp_path, "--steps", 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.status == 130, result.err
     assert [path.name for path in tmp_path.iterdir()] == ["traffic"]
 
 
