@@ -96,7 +96,7 @@ def test_exchanged_outputs_are_refused(peagle: Peagle, pairs: Pairs, tmp_path: P
     random.Random(1).shuffle(outputs)
     swapped = [(prompt, output) for (prompt, _), output in zip(pairs, outputs, strict=True)]
     traffic = record(tmp_path / "traffic", BUNDLED_TARGET, swapped)
-    new, report = tmp_path / "new", tmp_path / "report.json"
+    new, report = tmp_path / "new", tmp_path / "made" / "report.json"
     options = ["--target", "bundled", "--traffic", traffic, "--output", new, "--report", report]
     result = peagle("adapt", "bundled", *options)
     assert result.status == 3 and "likelier behind their own prompts" in result.err

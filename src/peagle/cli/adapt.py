@@ -131,6 +131,7 @@ def adapt(given: Given, options: AdaptOptions) -> None:
         data = _read(options, plan, line)
         result = _adapt(options, plan, data, line)
     if options.report is not None:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.output_format is OutputFormat.JSON:
         print(json.dumps(result, indent=2))
