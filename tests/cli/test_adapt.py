@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import secrets
+import shutil
 import signal
 from base64 import b64encode
 from collections.abc import Sequence
@@ -153,6 +154,7 @@ MISTAKES = {
     "share": (["--old-share", 1], "--old-share is 1; expected at least 0"),
     "no old": (["--what", "head"], "Name them with --old FILE, or give --old-share 0"),
     "old": (["--old", "x.jsonl"], "expected a .safetensors file that `peagle data prepare`"),
+    "seed": (["--seed", 1 << 63], "less than or equal to 9223372036854775807"),
     "set": (["--set", "run.sed=1"], "run.sed is not a known key"),
 }
 
@@ -184,6 +186,30 @@ def test_sigterm_leaves_no_copy_of_the_traffic(
         signal.signal(signal.SIGTERM, before)
     assert result.status == 130, result.err
     assert [path.name for path in tmp_path.iterdir()] == ["traffic"]
+
+
+def test_a_read_only_head_is_copied_to_be_written(
+    peagle: Peagle,
+    pair: Pair,
+    tmp_path: Path,
+    unchecked: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modes = []
+
+    def look(trainer: Trainer) -> None:
+        head = Path(str(trainer.config.correction.on))
+        modes.extend(path.stat().st_mode & 0o200 for path in (head, *head.iterdir()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "run", look)
+    record(tmp_path / "traffic", pair.target, some(110))
+    head = shutil.copytree(pair.peagle, tmp_path / "head")
+    for path in (*head.iterdir(), head):
+        path.chmod(0o555)
+    own = Pair(pair.target, head, pair.eagle3)
+    assert on_tiny(peagle, own, tmp_path, "--steps", 1).status == 130
+    assert len(modes) > 2 and all(modes)
 
 
 def test_other_heads_and_records_are_refused(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class AdaptOptions:
         show_default="what fits into --minutes, a few epochs at most",
     )
     max_length: int = typer.Option(2048, help="Tokens at which longer records are cut.")
-    seed: int = typer.Option(0, min=0, help="Seed of training and of intervals.")
+    seed: int = typer.Option(0, min=0, max=(1 << 63) - 1, help="Seed of training and of intervals.")
     overrides: list[str] | None = typer.Option(
         None,
         "--set",
