@@ -204,7 +204,7 @@ def test_a_full_disk_is_no_traceback(
 
 
 @full_disk
-def test_a_full_disk_under_a_copy_names_where_it_goes(
+def test_a_full_disk_names_the_end_of_a_copy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def copy(**_: object) -> None:

@@ -49,5 +49,5 @@ def test_exchanged_outputs(own: int, compared: int, passes: int) -> None:
 def test_outputs_are_compared_where_the_context_has_room() -> None:
     llm = LLM("bundled", max_model_len=64)
     turns = [RecordedTurn([5] * n + [n], [n] * 16, str(n)) for n in range(20, 60, 4)]
-    # Prompts have 21 to 57 tokens; up to 47 leave room for 16 and one more.
+    # Behind 21 to 45 tokens is room for 17.
     assert own_outputs(llm, turns).compared == 7
