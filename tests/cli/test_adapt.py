@@ -188,7 +188,7 @@ def test_sigterm_leaves_no_copy_of_the_traffic(
     assert [path.name for path in tmp_path.iterdir()] == ["traffic"]
 
 
-def test_a_read_only_head_is_copied_to_be_written(
+def test_a_read_only_head_is_adapted(
     peagle: Peagle,
     pair: Pair,
     tmp_path: Path,

@@ -216,7 +216,7 @@ def test_a_head_gone_at_a_restart_ends_no_other_engine(loaded: int) -> None:
         pool = EnginePool([SPEC] * 2, Metrics("m"), max_queue=1, restart=True)
         pool._loaded.add(loaded)
         engine: Any = SimpleNamespace(number=1)
-        pool._handle_message(engine, Failed("is not there", True))
+        pool._handle_message(engine, Failed("gone", True))
         return pool.failure.done()
 
     assert asyncio.run(ends()) == (loaded == 0)
