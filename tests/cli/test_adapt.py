@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import secrets
+import shutil
+import signal
 from base64 import b64encode
 from collections.abc import Sequence
 from itertools import permutations
@@ -23,6 +25,7 @@ from peagle.engine import SpeculationStats
 from peagle.models.checkpoint import CORRECTION_NAME
 from peagle.models.fingerprint import identity_of
 from peagle.models.target_ends import TargetEnds
+from peagle.training.trainer import Trainer
 from tests.cli.conftest import Pair, Peagle, Result
 
 Pairs = Sequence[tuple[list[int], list[int]]]
@@ -94,7 +97,7 @@ def test_exchanged_outputs_are_refused(peagle: Peagle, pairs: Pairs, tmp_path: P
     random.Random(1).shuffle(outputs)
     swapped = [(prompt, output) for (prompt, _), output in zip(pairs, outputs, strict=True)]
     traffic = record(tmp_path / "traffic", BUNDLED_TARGET, swapped)
-    new, report = tmp_path / "new", tmp_path / "report.json"
+    new, report = tmp_path / "new", tmp_path / "made" / "report.json"
     options = ["--target", "bundled", "--traffic", traffic, "--output", new, "--report", report]
     result = peagle("adapt", "bundled", *options)
     assert result.status == 3 and "likelier behind their own prompts" in result.err
@@ -147,9 +150,11 @@ def test_the_head_is_trained_with_old_data(
 MISTAKES = {
     "small": (["--seed", 1], "holds 60 usable requests, whose newest tenth is of 6"),
     "minutes": (["--minutes", 0], "--minutes is 0; expected a finite number above 0"),
+    "loss": (["--max-loss", 2], "--max-loss is 2; expected a share"),
     "share": (["--old-share", 1], "--old-share is 1; expected at least 0"),
     "no old": (["--what", "head"], "Name them with --old FILE, or give --old-share 0"),
     "old": (["--old", "x.jsonl"], "expected a .safetensors file that `peagle data prepare`"),
+    "seed": (["--seed", 1 << 63], "or equal to 92233"),
     "set": (["--set", "run.sed=1"], "run.sed is not a known key"),
 }
 
@@ -163,6 +168,47 @@ def test_mistakes_are_told(
     result = on_tiny(peagle, pair, tmp_path, *options)
     assert result.status == 2 and text in result.err, result.err
     assert [path.name for path in tmp_path.iterdir()] == ["traffic"]
+
+
+def test_sigterm_leaves_no_copy_of_the_traffic(
+    peagle: Peagle,
+    pair: Pair,
+    tmp_path: Path,
+    unchecked: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record(tmp_path / "traffic", pair.target, some(110))
+    monkeypatch.setattr(Trainer, "run", lambda _: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        result = on_tiny(peagle, pair, tmp_path, "--steps", 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.status == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["traffic"]
+
+
+def test_a_read_only_head_is_adapted(
+    peagle: Peagle,
+    pair: Pair,
+    tmp_path: Path,
+    unchecked: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modes = []
+
+    def look(trainer: Trainer) -> None:
+        head = Path(str(trainer.config.correction.on))
+        modes.extend(path.stat().st_mode & 0o200 for path in (head, *head.iterdir()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "run", look)
+    record(tmp_path / "traffic", pair.target, some(110))
+    head = shutil.copytree(pair.peagle, tmp_path / "head")
+    for path in (*head.iterdir(), head):
+        path.chmod(0o555)
+    assert on_tiny(peagle, Pair(pair.target, head, head), tmp_path, "--steps", 1).status == 130
+    assert len(modes) > 2 and all(modes)
 
 
 def test_other_heads_and_records_are_refused(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:

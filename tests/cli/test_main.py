@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -199,6 +201,20 @@ def test_a_full_disk_is_no_traceback(
         command = ["generate", *map(str, pair.options), "--prompt", "x", "--max-new-tokens", "4"]
         assert main.run(command) == 1
     assert capsys.readouterr().err == FULL_DISK
+
+
+@full_disk
+def test_a_full_disk_names_the_end_of_a_copy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def copy(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "from", None, "to")
+
+    monkeypatch.setattr("typer.main.get_command", lambda _: SimpleNamespace(main=copy))
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main.run([]) == 1
+    assert capsys.readouterr().err == FULL_DISK.replace("output", "to")
 
 
 @full_disk

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from peagle.evaluation.adaptation import AcceptanceChange, OwnOutputs, refusal
+from peagle import LLM
+from peagle.data.traffic import RecordedTurn
+from peagle.evaluation.adaptation import AcceptanceChange, OwnOutputs, own_outputs, refusal
 
 OLD = {f"c{number}": (2 * number, 10) for number in range(12)}
 
@@ -42,3 +44,10 @@ def test_only_a_sure_gain_without_forgetting_passes() -> None:
 @pytest.mark.parametrize(("own", "compared", "passes"), [(64, 64, 1), (40, 64, 0), (2, 5, 1)])
 def test_exchanged_outputs(own: int, compared: int, passes: int) -> None:
     assert (OwnOutputs(own, compared).refusal == "") == bool(passes)
+
+
+def test_outputs_are_compared_where_the_context_has_room() -> None:
+    llm = LLM("bundled", max_model_len=64)
+    turns = [RecordedTurn([5] * n + [n], [n] * 16, str(n)) for n in range(20, 60, 4)]
+    # Behind 21 to 45 tokens is room for 17.
+    assert own_outputs(llm, turns).compared == 7

@@ -22,7 +22,7 @@ from peagle.errors import UserError
 from peagle.serving.app import create_app
 from peagle.serving.config import ServerConfig
 from peagle.serving.engine_pool import EnginePool
-from peagle.serving.engine_process import EngineSpec, HeadDone, HeadOrder
+from peagle.serving.engine_process import EngineSpec, Failed, HeadDone, HeadOrder
 from peagle.serving.errors import ApiError
 from peagle.serving.head_swap import HeadSwaps, resolve_folders
 from peagle.serving.keys import ApiKeys, load_admin_keys
@@ -208,6 +208,18 @@ def test_all_engines_swap_or_none(
         (_, speculative), plain = spec.proposers.items()
         assert plain == ("plain", None) and speculative is not None
         assert speculative.model == (str(BUNDLED_PEAGLE) if error else "/new")
+
+
+@pytest.mark.parametrize("loaded", [0, 1])
+def test_a_head_gone_at_a_restart_ends_no_other_engine(loaded: int) -> None:
+    async def ends() -> bool:
+        pool = EnginePool([SPEC] * 2, Metrics("m"), max_queue=1, restart=True)
+        pool._loaded.add(loaded)
+        engine: Any = SimpleNamespace(number=1)
+        pool._handle_message(engine, Failed("gone", True))
+        return pool.failure.done()
+
+    assert asyncio.run(ends()) == (loaded == 0)
 
 
 def test_one_swap_at_a_time_which_no_client_stops(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def test_paths_and_overrides(tmp_path: Path) -> None:
         (MINIMAL.replace("steps = 5", ""), "optimizer.steps is missing, and so is run.minutes"),
         (MINIMAL + "[run]\nminutes = 20", "optimizer.steps is 5 and run.minutes is 20, which"),
         (MINIMAL + "[run]\nminutes = 0", "run.minutes is 0"),
+        (MINIMAL + f"[run]\nseed = {1 << 63}", "run.seed is 9223372036854775808"),
         (MINIMAL + "speed = 3", "optimizer.speed is not a known key"),
         (
             MINIMAL + "learnig_rate = 3",

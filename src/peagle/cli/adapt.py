@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -96,7 +97,7 @@ class AdaptOptions:
         show_default="what fits into --minutes, a few epochs at most",
     )
     max_length: int = typer.Option(2048, help="Tokens at which longer records are cut.")
-    seed: int = typer.Option(0, min=0, help="Seed of training and of intervals.")
+    seed: int = typer.Option(0, min=0, max=(1 << 63) - 1, help="Seed of training and of intervals.")
     overrides: list[str] | None = typer.Option(
         None,
         "--set",
@@ -124,10 +125,13 @@ def adapt(given: Given, options: AdaptOptions) -> None:
     is above 0, and if it lost less than --max-loss on old data. Else the status is 3.
     """
     plan = _plan(given, options)
+    # As Ctrl-C: the texts of the traffic do not stay beside --output.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ProgressLine("step") as line:
         data = _read(options, plan, line)
         result = _adapt(options, plan, data, line)
     if options.report is not None:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.output_format is OutputFormat.JSON:
         print(json.dumps(result, indent=2))
@@ -156,9 +160,10 @@ class AdaptPlan:
 def _plan(given: Given, options: AdaptOptions) -> AdaptPlan:
     """Check the options and find the models."""
     output, old = options.output, options.old
-    for name, value in (("--minutes", options.minutes), ("--max-loss", options.max_loss)):
-        if not 0 < value < math.inf:
-            raise UserError(f"{name} is {value:g}; expected a finite number above 0.")
+    if not 0 < options.minutes < math.inf:
+        raise UserError(f"--minutes is {options.minutes:g}; expected a finite number above 0.")
+    if not 0 < options.max_loss < 1:
+        raise UserError(f"--max-loss is {options.max_loss:g}; expected a share, as 0.02.")
     if not 0 <= options.old_share < 1:
         raise UserError(
             f"--old-share is {options.old_share:g}; expected at least 0 and less than 1."

@@ -147,7 +147,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # The interpreter flushes standard output again at its end, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:
-            where = error.filename or "output"
+            where = error.filename2 or error.filename or "output"
             text = f"{error.strerror}: {where}. Make room, then run the command again."
             print(f"peagle: error: {text}", file=sys.stderr)
         return 1

@@ -155,12 +155,14 @@ def own_outputs(llm: LLM, turns: Sequence[RecordedTurn]) -> OwnOutputs:
 
     Some turns of all the traffic are taken. The other prompt is that of the turn half of them
     later. Outputs count up to their first 16 tokens; those that begin with the same tokens are
-    left out.
+    left out, and so are prompts behind which the context has no room for them.
 
     Raises:
         UserError: the engine refuses a prompt.
     """
-    distinct = list({tuple(turn.prompt): turn for turn in turns}.values())
+    longest = llm.engine.max_model_len - _COMPARED_TOKENS - 1
+    fitting = [turn for turn in turns if len(turn.prompt) <= longest]
+    distinct = list({tuple(turn.prompt): turn for turn in fitting}.values())
     step = max(1, len(distinct) // _MAX_COMPARED)
     chosen = list(islice(distinct[::step], _MAX_COMPARED))
     others = chosen[len(chosen) // 2 :] + chosen[: len(chosen) // 2]

@@ -267,6 +267,7 @@ class EnginePool:
         self._budgets = [CrashBudget() for _ in specs]
         self._beats = [time.monotonic()] * len(specs)
         self._given_up: set[int] = set()
+        self._loaded = set[int]()
         self._numbers = itertools.count()
         self._is_closing = False
         self._watching: asyncio.Task[None] | None = None
@@ -432,11 +433,14 @@ class EnginePool:
             case EngineInfo():
                 engine.info = message
                 self._budgets[engine.number].num_failed_starts = 0
+                self._loaded.add(engine.number)
                 self.became_ready.set()
                 extra = {"engine": engine.number, "pid": engine.pid}
                 logger.info("engine %d is ready", engine.number, extra=extra)
             case Failed(text, is_user_error):
-                if is_user_error and not self.failure.done():
+                # At a restart, as where a swapped head was deleted, the others go on.
+                is_first = engine.number not in self._loaded
+                if is_user_error and is_first and not self.failure.done():
                     self.failure.set_result(UserError(text))
                 else:
                     logger.error("engine %d failed: %s", engine.number, text)

@@ -104,7 +104,10 @@ class Adaptation:
             minutes = self.minutes * (1 - _HEAD_SHARE)
         else:
             minutes = self.minutes
-            shutil.copytree(self.head, head, ignore=shutil.ignore_patterns(LOCK_NAME))
+            head.mkdir()
+            for file in self.head.iterdir():
+                if file.is_file() and file.name != LOCK_NAME:
+                    shutil.copyfile(file, head / file.name)  # not its mode: it may be read-only
             own = {"start": "present", **_sizes(self.head, config)}
         run = {"output": str(work / "correction"), "correction": {"on": str(head), **own}}
         steps["correction"] = self._train("correction", {**base, **run}, minutes, begin, stepped)

@@ -395,7 +395,7 @@ class RunSection(_Section):
             vocabularies.
     """
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 63)
     device: str = "auto"
     target_dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
