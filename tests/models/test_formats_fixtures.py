@@ -21,9 +21,9 @@ from peagle.models.elements import may_attend
 from peagle.models.target import TargetModel
 from tests.conftest import make_target_folder
 from tests.models.editing import bits_of_head
-from tests.models.published_heads import HEADS, head_folder
+from tests.models.published_heads import FOREIGN_HEADS, head_folder
 
-NAMES = sorted(path.parent.name for path in HEADS.glob("*/config.json"))
+NAMES = sorted(path.parent.name for path in FOREIGN_HEADS.glob("*/config.json"))
 PARALLEL = [name for name in NAMES if "_peagle" in name]
 BY_PACKAGE = [name for name in NAMES if name.startswith("speculators")]
 K = 3
@@ -142,7 +142,7 @@ def chained_logits(drafter: Drafter, data: dict[str, Tensor]) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("name", BY_PACKAGE)
 def test_logits_are_those_of_the_package(small: TargetModel, name: str) -> None:
-    data = load_file(HEADS / "expected" / f"{name}.safetensors")
+    data = load_file(FOREIGN_HEADS / "expected" / f"{name}.safetensors")
     drafter = load_drafter(head_folder(name), small)
     compute = parallel_logits if name in PARALLEL else chained_logits
     found = compute(drafter, data)

@@ -142,7 +142,7 @@ def routes() -> set[str]:
     from peagle.serving.config import ServerConfig
 
     # What it serves matters only to those who call a route.
-    app = create_app(cast(Any, SimpleNamespace(config=ServerConfig())))
+    app = create_app(cast(Any, SimpleNamespace(config=ServerConfig(), swaps=None)))
     return {getattr(route, "path", "") for route in app.routes}
 
 

@@ -215,6 +215,7 @@ def test_spans_and_logs_have_no_secret_of_a_url(monkeypatch, caplog, url, conven
     service: Any = SimpleNamespace(
         metrics=SimpleNamespace(failed=lambda reason: None),
         config=SimpleNamespace(playground=False),
+        swaps=None,
     )
     app = create_app(service)
 

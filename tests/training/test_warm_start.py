@@ -28,6 +28,7 @@ from peagle.training.trainer import Trainer, TrainingStopped
 from peagle.training.warm_start import InitHead, features_by, start_mask_hidden
 from tests.conftest import make_drafter, make_target_folder
 from tests.models.editing import edit_config, edit_tensors, rename_a_token
+from tests.models.published_heads import FOREIGN_HEADS, head_folder
 from tests.models.reference_head import ReferenceHead
 from tests.training.runs import (
     configure,
@@ -315,8 +316,7 @@ def test_embeddings_that_a_head_lacks_are_the_targets(
     assert any("no lm_head.weight of its own" in warning for warning in record.warnings)
 
 
-FIXTURES = Path(__file__).parent.parent / "fixtures" / "heads"
-FOREIGN = sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
+FOREIGN = sorted(path.parent.name for path in FOREIGN_HEADS.glob("*/config.json"))
 
 
 @pytest.mark.parametrize("method", ["peagle", "eagle3"])
@@ -325,12 +325,12 @@ def test_heads_of_others_go_on(tmp_path: Path, name: str, method: str) -> None:
     """Published layouts and those of the speculators package, for either method."""
     folder = make_target_folder(tmp_path / "small", vocab_size=64, hidden_size=16)
     responses = [[5, 9, 2, 40, 7, 7, 8, 30]] * 4
-    built = warm(folder, FIXTURES / name, tmp_path, responses, method={"name": method})
+    built = warm(folder, head_folder(name), tmp_path, responses, method={"name": method})
     target = TargetModel.load(folder, dtype=torch.float32)
-    expected = tensors_of(load_drafter(FIXTURES / name, target))
+    expected = tensors_of(load_drafter(head_folder(name), target))
     found = tensors_of(built.drafter)
     assert (expected.keys() ^ found.keys()) <= {"mask_hidden"}
-    config = read_head(FIXTURES / name).config
+    config = read_head(head_folder(name)).config
     mask = None if method == "eagle3" else config.mask_token_id or 1
     assert built.drafter.config == replace(config, trained_depth=4, mask_token_id=mask)
     for tensor in expected.keys() & found.keys():

@@ -51,10 +51,10 @@ class _Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_flags_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        # pydantic reads true as 1.
+        # pydantic reads true as 1. Fields that take "auto" say themselves what they expect.
         values = value if isinstance(value, list) else [value]
         kinds = _types(cls.model_fields[info.field_name or ""].annotation)
-        if bool in map(type, values) and bool not in kinds and kinds & {int, float}:
+        if bool in map(type, values) and not kinds & {bool, "auto"} and kinds & {int, float}:
             raise ValueError("expected a number, not true or false")
         return value
 
