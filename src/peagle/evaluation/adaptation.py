@@ -130,7 +130,7 @@ def refusal(held_out: AcceptanceChange, old: AcceptanceChange | None, max_loss: 
 
 @dataclass(frozen=True, slots=True)
 class OwnOutputs:
-    """How many of the compared outputs are likelier behind their own prompt than behind another."""
+    """Outputs of traffic that were compared, and those likelier behind their own prompts."""
 
     own: int
     compared: int

@@ -92,18 +92,17 @@ class Adaptation:
             },
         }
         head, steps = work / "head", {}
-        own: dict[str, Any] = {}
+        minutes = self.minutes
+        own: dict[str, Any]
         if self.what == "head":
-            has_both = config.is_parallel
-            minutes = self.minutes * (_HEAD_SHARE if has_both else 1)
+            if config.is_parallel:
+                minutes *= _HEAD_SHARE
             run = {"output": str(work), "head": {"init": str(self.head)}, "optimizer": {"steps": 1}}
             steps["head"] = self._train("head", {**base, **run}, minutes, begin, stepped)
-            if not has_both:
+            if not config.is_parallel:
                 return head, steps
-            own["start"] = "fresh"
-            minutes = self.minutes * (1 - _HEAD_SHARE)
+            minutes, own = self.minutes * (1 - _HEAD_SHARE), {"start": "fresh"}
         else:
-            minutes = self.minutes
             head.mkdir()
             for file in self.head.iterdir():
                 if file.is_file() and file.name != LOCK_NAME:
