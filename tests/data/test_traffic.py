@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from hypothesis import given
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 
 from peagle.data.limits import Limits
 from peagle.data.recorded import RecordFolder, line_of, new_record_file
+from peagle.data.samples import SampleMaker
 from peagle.data.traffic import RecordedTurn, collect, hold_out, read_traffic, turns_of
+from tests.conftest import byte_tokenizer
 
 
 def write(folder: Path, turns: list[tuple[float, list[int], list[int]]]) -> Path:
@@ -34,7 +37,7 @@ def test_turns_are_in_order_and_know_their_conversations(tmp_path: Path) -> None
             (50.0, [1, 3], [8, 8]),  # asked again
         ],
     )
-    turns, dropped = read_traffic(folder, Limits(10), "x", lm_head=None)
+    turns, dropped = read_traffic(folder, Limits(10), "x", SampleMaker(None), lm_head=None)
     assert [turn.prompt for turn in turns] == [[1, 2], [1, 3], [1, 2, 9, 9, 3], [1, 3]]
     first, other, later, again = (turn.conversation for turn in turns)
     assert first == later and other == again and first != other
@@ -45,6 +48,18 @@ def test_turns_are_in_order_and_know_their_conversations(tmp_path: Path) -> None
     joined = collect(turns, Limits(10))
     assert joined.tokens[0].tolist() == [1, 2, 9, 9, 3, 4, 4]
     assert turns_of(joined)[0].prompt == [1, 2] and turns_of(joined)[0].response == [9, 9]
+
+
+def test_captured_calls_are_tokenised_in_the_order_of_time(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    for hour, prompt in ((2, "b"), (1, "ab")):
+        sides = {"Input": {"prompt": prompt}, "Output": {"choices": [{"text": "xy"}]}}
+        calls = {f"endpoint{name}": {"data": json.dumps(one)} for name, one in sides.items()}
+        line = {"captureData": calls, "eventMetadata": {"inferenceTime": f"2026-01-02T0{hour}:00"}}
+        (tmp_path / f"{9 - hour}.jsonl").write_text(json.dumps(line) + "\n")
+    turns, dropped = read_traffic(tmp_path, Limits(1000), "x", SampleMaker(tokenizer), lm_head=None)
+    assert [tokenizer.decode(turn.prompt) for turn in turns] == ["ab", "b"]
+    assert {tokenizer.decode(turn.response) for turn in turns} == {"xy"} and not dropped.dropped
 
 
 @given(st.lists(st.sampled_from("abcdefgh"), min_size=1), st.sampled_from([0.1, 0.3, 0.9]))
