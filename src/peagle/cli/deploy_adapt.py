@@ -104,18 +104,19 @@ def adapt(given: Given, options: EndpointOptions) -> None:
     require_writable_folder(options.work, "--work")
     from peagle.deploy import stack
     from peagle.deploy.aws import Clients
+    from peagle.deploy.logs import seconds_ago
     from peagle.deploy.request import with_head
     from peagle.deploy.template import deployment_of
 
+    seconds = None if options.since is None else seconds_ago(options.since)
     clients = Clients(given.value("region"))
     described = stack.stack_of(clients, options.endpoint)
     stack.require_updatable(described, options.endpoint, clients.region)
     base = deployment_of(stack.template_of(clients, options.endpoint), new_stamp())
     source = _source_of(base, options, described["StackId"], clients.region)
-    options.work.mkdir(mode=0o700, parents=True, exist_ok=True)
     result = _waiting(options.work, source)
     if result is None:
-        result = _adapt(given, options, source, clients)
+        result = _adapt(given, options, source, seconds, clients)
     new = options.work / _ADAPTED
     if result["refusal"]:
         _print(options, result | {"status": "refused"}, figures(result))
@@ -138,7 +139,7 @@ def adapt(given: Given, options: EndpointOptions) -> None:
     with leftovers_printed(options.output_format):
         stack.update(clients, d, base, present, wait=options.wait)
     new = new.rename(options.work / f"deployed-{d.stamp}")
-    done = {
+    result |= {
         "head": str(new),
         "status": "updated" if options.wait else "updating",
         "draft": d.draft.name,
@@ -146,11 +147,12 @@ def adapt(given: Given, options: EndpointOptions) -> None:
     }
     look = f"peagle deploy sagemaker status {d.endpoint_name} --region {clients.region}"
     lines = [
-        f"{done['status']}: {d.endpoint_name} in {clients.region} drafts with {d.draft.name}",
+        f"{result['status']}: {d.endpoint_name} in {clients.region} drafts with {d.draft.name}",
         f"Look:      {look}",
-        f"Roll back: {done['roll_back']}",
+        f"Roll back: {result['roll_back']}",
     ]
-    _print(options, result | done, [*figures(result), *lines])
+    _write_report(options.work, result)
+    _print(options, result, [*figures(result), *lines])
 
 
 def _print(options: EndpointOptions, result: Mapping[str, Any], lines: list[str]) -> None:
@@ -165,7 +167,7 @@ def _print(options: EndpointOptions, result: Mapping[str, Any], lines: list[str]
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What of an endpoint is adapted.
+    """The traffic and the models of an endpoint.
 
     Attributes:
         captured: s3:// prefix of its captured files.
@@ -243,18 +245,22 @@ def _waiting(work: Path, source: _Source) -> dict[str, Any] | None:
 
 
 def _adapt(
-    given: Given, options: EndpointOptions, source: _Source, clients: Clients
+    given: Given,
+    options: EndpointOptions,
+    source: _Source,
+    seconds: float | None,
+    clients: Clients,
 ) -> dict[str, Any]:
-    """Fetch traffic and models, adapt the head, and write the report."""
+    """Fetch traffic, of the last `seconds`, and models; adapt the head, and write the report."""
     from peagle.deploy.downloads import fetch_captured
-    from peagle.deploy.logs import seconds_ago
     from peagle.deploy.stack import to_stderr
 
-    since = options.since and datetime.now(UTC) - timedelta(seconds=seconds_ago(options.since))
+    since = None if seconds is None else datetime.now(UTC) - timedelta(seconds=seconds)
     captured = options.work / _CAPTURED
+    captured.mkdir(mode=0o700, parents=True, exist_ok=True)
     max_bytes = int(options.max_gib * 2**30)
     count = fetch_captured(
-        source.captured, captured, clients, to_stderr, max_bytes=max_bytes, since=since or None
+        source.captured, captured, clients, to_stderr, max_bytes=max_bytes, since=since
     )
     if not count:
         within = f" of the last {options.since}" if options.since else ""
@@ -274,9 +280,12 @@ def _adapt(
         "endpoint": options.endpoint,
         "adapted_from": source.draft_name,
     }
-    report = json.dumps(result, indent=2) + "\n"
-    (options.work / _REPORT).write_text(report, encoding="utf-8")
+    _write_report(options.work, result)
     return result
+
+
+def _write_report(work: Path, result: Mapping[str, Any]) -> None:
+    (work / _REPORT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def _fetched(model: ModelSource, work: Path, clients: Clients) -> str:
