@@ -292,7 +292,9 @@ def test_a_managed_container_gets_a_head_without_a_correction(
     refused = run("adapt")
     assert refused.status == 2 and "(managed container) drafts without corrections" in refused.err
     options = ("--what", "head", "--old-share", 0, "--steps", 1, "--format", "json")
-    result = run("adapt", *options)
+    held = run("adapt", *options, "--print-calls")
+    assert held.status == 0, held.err
+    result = run("adapt", "--format", "json")  # deploys that head
     assert result.status == 0, result.err
     assert json.loads(result.out)["steps"] == {"head": 1}
     assert CORRECTION_NAME not in head_of(aws)

@@ -113,7 +113,7 @@ def adapt(given: Given, options: EndpointOptions) -> None:
     described = stack.stack_of(clients, options.endpoint)
     stack.require_updatable(described, options.endpoint, clients.region)
     base = deployment_of(stack.template_of(clients, options.endpoint), new_stamp())
-    source = _source_of(base, options, described["StackId"], clients.region)
+    source = _source_of(base, described["StackId"], clients.region)
     result = _waiting(options.work, source)
     if result is None:
         result = _adapt(given, options, source, seconds, clients)
@@ -173,6 +173,7 @@ class _Source:
         captured: s3:// prefix of its captured files.
         target, draft: its models.
         k: its draft tokens.
+        container: "managed" or "native".
         with_correction: whether its container drafts with the head's correction.
     """
 
@@ -180,6 +181,7 @@ class _Source:
     target: ModelSource
     draft: ModelSource
     k: int | None
+    container: str
     with_correction: bool
 
     @property
@@ -192,7 +194,7 @@ def _full_name(model: ModelSource) -> str:
     return f"{model.name}@{model.revision}" if model.revision else model.name
 
 
-def _source_of(base: Deployment, options: EndpointOptions, stack_id: str, region: str) -> _Source:
+def _source_of(base: Deployment, stack_id: str, region: str) -> _Source:
     """Return what is adapted; refuse an endpoint that has no head or captures nothing."""
     update = f"peagle deploy sagemaker update {base.endpoint_name} --region {region}"
     config = base.speculative_config
@@ -208,11 +210,6 @@ def _source_of(base: Deployment, options: EndpointOptions, stack_id: str, region
         )
     is_parallel = config.get("parallel_drafting") is not False
     with_correction = base.source == "native" and is_parallel and config.get("correction", True)
-    if options.what == "correction" and not with_correction:
-        raise UserError(
-            f"The endpoint {base.endpoint_name!r} ({base.source} container) drafts without "
-            "corrections, and --what is correction; expected --what head, with --old FILE."
-        )
     account = stack_id.split(":")[4]
     uri = base.capture.uri.replace("${AWS::AccountId}", account)
     uri = uri.replace("${AWS::Region}", region)
@@ -221,6 +218,7 @@ def _source_of(base: Deployment, options: EndpointOptions, stack_id: str, region
         base.target,
         base.draft,
         base.num_speculative_tokens,
+        base.source,
         with_correction,
     )
 
@@ -255,6 +253,11 @@ def _adapt(
     from peagle.deploy.downloads import fetch_captured
     from peagle.deploy.stack import to_stderr
 
+    if options.what == "correction" and not source.with_correction:
+        raise UserError(
+            f"The endpoint {options.endpoint!r} ({source.container} container) drafts without "
+            "corrections, and --what is correction; expected --what head, with --old FILE."
+        )
     since = None if seconds is None else datetime.now(UTC) - timedelta(seconds=seconds)
     captured = options.work / _CAPTURED
     captured.mkdir(mode=0o700, parents=True, exist_ok=True)
