@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peagle.chat import render_chat
 from peagle.data.limits import Limits
 from peagle.data.recorded import RecordFolder, line_of, new_record_file
 from peagle.data.samples import SampleMaker
 from peagle.data.traffic import RecordedTurn, collect, hold_out, read_traffic, turns_of
+from peagle.errors import UserError
+from peagle.models.target import load_tokenizer
 from tests.conftest import byte_tokenizer
+
+PAIR2 = Path(__file__).parents[1] / "fixtures" / "pair2"
 
 
 def write(folder: Path, turns: list[tuple[float, list[int], list[int]]]) -> Path:
@@ -61,6 +67,21 @@ def test_captured_calls_are_tokenised_in_the_order_of_time(tmp_path: Path) -> No
     assert [tokenizer.decode(turn.prompt) for turn in turns] == ["ab", "b"]
     assert [tokenizer.decode(turn.response) for turn in turns] == ["xy", "xy"]
     assert not dropped.dropped
+
+
+def test_captured_conversations_need_a_thinking_mode(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(PAIR2 / "target")
+    messages = [{"role": "user", "content": "Hi"}]
+    message = {"content": "<think>\nSo.\n</think>\n\nHello there."}
+    sides = {"Input": {"messages": messages}, "Output": {"choices": [{"message": message}]}}
+    calls = {f"endpoint{name}": {"data": json.dumps(one)} for name, one in sides.items()}
+    (tmp_path / "x.jsonl").write_text(json.dumps({"captureData": calls}))
+    with pytest.raises(UserError, match="say with --thinking or --no-thinking"):
+        read_traffic(tmp_path, Limits(10**6), "x", SampleMaker(tokenizer), lm_head=None)
+    maker = SampleMaker(tokenizer, thinking=True)
+    (turn,), _ = read_traffic(tmp_path, Limits(10**6), "x", maker, lm_head=None)
+    assert turn.prompt == render_chat(tokenizer, messages, thinking=True)
+    assert "Hello there." in tokenizer.decode(turn.response)
 
 
 @given(st.lists(st.sampled_from("abcdefgh"), min_size=1), st.sampled_from([0.1, 0.3, 0.9]))
