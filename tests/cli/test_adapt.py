@@ -46,15 +46,20 @@ def record(folder: Path, target: Path, pairs: Pairs, cipher: Any = None, **facts
     return folder
 
 
-@pytest.fixture(scope="module")
-def pairs() -> Pairs:
-    """Accessors of a class with a few names, as the bundled target goes on with them."""
+def accessors() -> list[str]:
+    """Accessors of a class with a few names, whose last one has no body yet."""
     names = random.Random(0).sample([*permutations(WORDS.split(), 2)], NUM_REQUESTS)
-    texts = [
+    return [
         f"def get_{a}(self):\n    return self._{a}\n\n\ndef set_{a}(self, {a}):\n"
         f"    self._{a} = {a}\n\n\ndef get_{b}(self):\n"
         for a, b in names
     ]
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Pairs:
+    """Accessors, as the bundled target goes on with them."""
+    texts = accessors()
     llm = LLM("bundled", speculative_config={"model": str(BUNDLED_PEAGLE)})
     outputs = llm.generate(texts, SamplingParams(max_tokens=32, temperature=0.0))
     return [

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peagle.chat import render_chat
 from peagle.data.limits import Limits
 from peagle.data.recorded import RecordFolder, line_of, new_record_file
+from peagle.data.samples import SampleMaker
 from peagle.data.traffic import RecordedTurn, collect, hold_out, read_traffic, turns_of
+from peagle.errors import UserError
+from peagle.models.target import load_tokenizer
+from tests.conftest import byte_tokenizer
+
+PAIR2 = Path(__file__).parents[1] / "fixtures" / "pair2"
 
 
 def write(folder: Path, turns: list[tuple[float, list[int], list[int]]]) -> Path:
@@ -34,7 +43,7 @@ def test_turns_are_in_order_and_know_their_conversations(tmp_path: Path) -> None
             (50.0, [1, 3], [8, 8]),  # asked again
         ],
     )
-    turns, dropped = read_traffic(folder, Limits(10), "x", lm_head=None)
+    turns, dropped = read_traffic(folder, Limits(10), "x", SampleMaker(None), lm_head=None)
     assert [turn.prompt for turn in turns] == [[1, 2], [1, 3], [1, 2, 9, 9, 3], [1, 3]]
     first, other, later, again = (turn.conversation for turn in turns)
     assert first == later and other == again and first != other
@@ -45,6 +54,34 @@ def test_turns_are_in_order_and_know_their_conversations(tmp_path: Path) -> None
     joined = collect(turns, Limits(10))
     assert joined.tokens[0].tolist() == [1, 2, 9, 9, 3, 4, 4]
     assert turns_of(joined)[0].prompt == [1, 2] and turns_of(joined)[0].response == [9, 9]
+
+
+def test_captured_calls_are_tokenised_in_the_order_of_time(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    for hour, prompt in ((2, "b"), (1, "ab")):
+        sides = {"Input": {"prompt": prompt}, "Output": {"choices": [{"text": "xy"}]}}
+        calls = {f"endpoint{name}": {"data": json.dumps(one)} for name, one in sides.items()}
+        line = {"captureData": calls, "eventMetadata": {"inferenceTime": f"2026-01-02T0{hour}:00"}}
+        (tmp_path / f"{9 - hour}.jsonl").write_text(json.dumps(line) + "\n")
+    turns, dropped = read_traffic(tmp_path, Limits(1000), "x", SampleMaker(tokenizer), lm_head=None)
+    assert [tokenizer.decode(turn.prompt) for turn in turns] == ["ab", "b"]
+    assert [tokenizer.decode(turn.response) for turn in turns] == ["xy", "xy"]
+    assert not dropped.dropped
+
+
+def test_captured_conversations_need_a_thinking_mode(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(PAIR2 / "target")
+    messages = [{"role": "user", "content": "Hi"}]
+    message = {"content": "<think>\nSo.\n</think>\n\nHello there."}
+    sides = {"Input": {"messages": messages}, "Output": {"choices": [{"message": message}]}}
+    calls = {f"endpoint{name}": {"data": json.dumps(one)} for name, one in sides.items()}
+    (tmp_path / "x.jsonl").write_text(json.dumps({"captureData": calls}))
+    with pytest.raises(UserError, match="say with --thinking or --no-thinking"):
+        read_traffic(tmp_path, Limits(10**6), "x", SampleMaker(tokenizer), lm_head=None)
+    maker = SampleMaker(tokenizer, thinking=True)
+    (turn,), _ = read_traffic(tmp_path, Limits(10**6), "x", maker, lm_head=None)
+    assert turn.prompt == render_chat(tokenizer, messages, thinking=True)
+    assert "Hello there." in tokenizer.decode(turn.response)
 
 
 @given(st.lists(st.sampled_from("abcdefgh"), min_size=1), st.sampled_from([0.1, 0.3, 0.9]))

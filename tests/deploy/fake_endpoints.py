@@ -142,7 +142,10 @@ class FakeEndpoints:
         }
         bucket, _, prefix = wanted["DestinationS3Uri"].removeprefix("s3://").partition("/")
         key = f"{prefix}/{endpoint}/AllTraffic/2026/01/02/03/04-05-{self.num_calls}.jsonl"
-        content = json.dumps({"captureData": captured}).encode() + b"\n"
+        time = f"2026-01-02T03:{self.num_calls // 60:02}:{self.num_calls % 60:02}Z"
+        told = {"eventId": str(self.num_calls), "inferenceTime": time}
+        line = {"captureData": captured, "eventMetadata": told, "eventVersion": "0"}
+        content = json.dumps(line).encode() + b"\n"
         s3_backends[self.account]["aws"].put_object(bucket, key, content)
 
     def _model_error(self, error: ContainerError) -> Answer:

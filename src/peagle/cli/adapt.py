@@ -26,12 +26,14 @@ from peagle.config import EngineConfig, SpeculativeConfig
 from peagle.config.checks import require_writable_file, require_writable_folder
 from peagle.config.engine import TARGET_DEFAULTS
 from peagle.data.limits import Limits, check_limits
-from peagle.data.recorded import RecordFolder, read_cipher
+from peagle.data.readers import check_traffic
+from peagle.data.recorded import read_cipher
 from peagle.errors import UserError
 from peagle.models.head_json import default_k
 
 if TYPE_CHECKING:
     from peagle.data.prepare import Collected
+    from peagle.data.readers import DropCounts
     from peagle.data.traffic import RecordedTurn
     from peagle.evaluation.adaptation import AcceptanceChange, OwnOutputs
 
@@ -53,9 +55,9 @@ _HELD_OUT_SHARE = 0.1
 _VALIDATION_SHARE = 0.1  # of what is trained on; chooses the best step
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptOptions:
-    """The options of `adapt` outside the shared groups, as typed."""
+@dataclass(frozen=True)
+class PlaceOptions:
+    """The models of `adapt`, its traffic and its output."""
 
     head: str = typer.Argument(
         ..., metavar="HEAD", help="The head to adapt: a folder, a hub id, bundled or smollm2."
@@ -64,7 +66,9 @@ class AdaptOptions:
         ..., help="Its target: a folder, a GGUF file, a hub id, bundled or smollm2."
     )
     traffic: Path = typer.Option(
-        ..., metavar="DIR", help="Folder of records of `peagle serve --record`."
+        ...,
+        metavar="DIR",
+        help="Folder of records of `peagle serve --record`, or of SageMaker's data capture.",
     )
     output: Path = typer.Option(..., "--output", "-o", help="New folder for the new head.")
     record_key_file: Path | None = typer.Option(
@@ -73,10 +77,22 @@ class AdaptOptions:
         help="Key file of the server that encrypted the records.",
         show_default=False,
     )
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How a head is adapted and tested: the options that `deploy sagemaker adapt` has too."""
+
     what: Literal["correction", "head"] = typer.Option(
         "correction",
         help="Fit the correction of the head, which stays as it is; or go on training the head, "
         "and fit a correction behind it.",
+    )
+    thinking: bool | None = typer.Option(
+        None,
+        "--thinking/--no-thinking",
+        help="Thinking mode of captured conversations; needed if the chat template has one.",
+        show_default=False,
     )
     old: Path | None = typer.Option(
         None,
@@ -104,17 +120,54 @@ class AdaptOptions:
         metavar="KEY=VALUE",
         help="Value of the training configuration; may be repeated.",
     )
+
+    def check(self) -> None:
+        """Refuse values that are out of range, and old data that is missing.
+
+        Raises:
+            UserError: naming the option.
+        """
+        old = self.old
+        if not 0 < self.minutes < math.inf:
+            raise UserError(f"--minutes is {self.minutes:g}; expected a finite number above 0.")
+        if not 0 < self.max_loss < 1:
+            raise UserError(f"--max-loss is {self.max_loss:g}; expected a share, as 0.02.")
+        if not 0 <= self.old_share < 1:
+            raise UserError(
+                f"--old-share is {self.old_share:g}; expected at least 0 and less than 1."
+            )
+        check_limits(self.max_length, 0.0)
+        if old is None and self.what == "head" and self.old_share:
+            raise UserError(
+                "--what head trains all of the head and --old was not given; expected data of what "
+                "it does well now, against forgetting. Name them with --old FILE, or give "
+                "--old-share 0."
+            )
+        if old is not None and not (old.is_file() and old.suffix == ".safetensors"):
+            raise UserError(
+                f"--old is {str(old)!r}; expected a .safetensors file that `peagle data prepare` "
+                "wrote."
+            )
+
+
+@dataclass(frozen=True)
+class AdaptOptions(TrainingOptions, PlaceOptions):
+    """The options of `adapt` outside the shared groups, as typed."""
+
     report: Path | None = typer.Option(
         None, metavar="FILE", help="Write the result there as JSON, also if the head is refused."
     )
     output_format: Format = OutputFormat.TEXT
 
 
-@takes(
+ENGINE = (
     *pick_flags(groups.ENGINE, "engine.dtype", "engine.quantization", "engine.device"),
     *pick_flags(groups.ENGINE, "engine.max_model_len", "engine.kv_cache_gib"),
     *pick_flags(groups.ENGINE, "engine.gpu_memory_utilization", "threads"),
 )
+
+
+@takes(*ENGINE)
 @spread
 def adapt(given: Given, options: AdaptOptions) -> None:
     """Make a better head from recorded traffic; it is written only if it proves to be better.
@@ -124,19 +177,49 @@ def adapt(given: Given, options: AdaptOptions) -> None:
     head passes if the 95% interval of its gain in acceptance length, before the loops of outputs,
     is above 0, and if it lost less than --max-loss on old data. Else the status is 3.
     """
-    plan = _plan(given, options)
-    # As Ctrl-C: the texts of the traffic do not stay beside --output.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with ProgressLine("step") as line:
-        data = _read(options, plan, line)
-        result = _adapt(options, plan, data, line)
+    options.check()
+    if options.report is not None:
+        require_writable_file(options.report, "--report")
+    result = adapted(given, options, options)
     if options.report is not None:
         options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.output_format is OutputFormat.JSON:
         print(json.dumps(result, indent=2))
     else:
-        print(_text(result, options))
+        print("\n".join([*figures(result), *_end(result, options)]))
+    refuse(result)
+
+
+def adapted(
+    given: Given,
+    places: PlaceOptions,
+    options: TrainingOptions,
+    *,
+    k: int | None = None,
+    with_correction: bool = True,
+) -> dict[str, Any]:
+    """Adapt a head and test it; return the result as JSON, with a `refusal` if it did not pass.
+
+    Args:
+        given: options of the engine and `threads`.
+        places, options: checked by `TrainingOptions.check`.
+        k: draft tokens of the measured steps; None takes what the head was trained for.
+        with_correction: whether the head is served with its correction.
+
+    Raises:
+        UserError: head, target, traffic or configuration are not usable.
+    """
+    plan = _plan(given, places, options, k, with_correction=with_correction)
+    # As Ctrl-C: the texts of the traffic do not stay beside --output.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ProgressLine("step") as line:
+        data = _read(plan, options, line)
+        return _adapt(plan, options, data, line)
+
+
+def refuse(result: Mapping[str, Any]) -> None:
+    """End the command with status 3 if the gate refused the head."""
     if result["refusal"]:
         print(f"peagle: refused: {result['refusal']}", file=sys.stderr)
         raise typer.Exit(REFUSED)
@@ -147,57 +230,57 @@ def adapt(given: Given, options: AdaptOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AdaptPlan:
-    """The models, found, and the cipher of the records."""
+    """The models, found, the traffic with the cipher of its records, and the output."""
 
     head: Path
     target: Path
+    traffic: Path
+    output: Path
     k: int
+    with_correction: bool
     engine: EngineConfig
     engine_options: dict[str, Any]
     cipher: Any
 
 
-def _plan(given: Given, options: AdaptOptions) -> AdaptPlan:
-    """Check the options and find the models."""
-    output, old = options.output, options.old
-    if not 0 < options.minutes < math.inf:
-        raise UserError(f"--minutes is {options.minutes:g}; expected a finite number above 0.")
-    if not 0 < options.max_loss < 1:
-        raise UserError(f"--max-loss is {options.max_loss:g}; expected a share, as 0.02.")
-    if not 0 <= options.old_share < 1:
-        raise UserError(
-            f"--old-share is {options.old_share:g}; expected at least 0 and less than 1."
-        )
-    check_limits(options.max_length, 0.0)
+def _plan(
+    given: Given,
+    places: PlaceOptions,
+    options: TrainingOptions,
+    k: int | None,
+    *,
+    with_correction: bool,
+) -> AdaptPlan:
+    """Check the places and find the models."""
+    output = places.output
     if output.exists():
         raise UserError(f"--output {str(output)!r} is there already; name a new folder.")
     require_writable_folder(output, "--output")
-    if options.report is not None:
-        require_writable_file(options.report, "--report")
-    if old is None and options.what == "head" and options.old_share:
-        raise UserError(
-            "--what head trains all of the head and --old was not given; expected data of what it "
-            "does well now, against forgetting. Name them with --old FILE, or give --old-share 0."
-        )
-    if old is not None and not (old.is_file() and old.suffix == ".safetensors"):
-        raise UserError(
-            f"--old is {str(old)!r}; expected a .safetensors file that `peagle data prepare` wrote."
-        )
-    RecordFolder(options.traffic)
-    check_paths(options.target, options.head)
-    cipher = read_cipher(options.record_key_file) if options.record_key_file else None
+    check_traffic(places.traffic)
+    check_paths(places.target, places.head)
+    cipher = read_cipher(places.record_key_file) if places.record_key_file else None
     settings = Settings(Layer(dict(given)))
     engine = settings.build("engine")
     from peagle.models.loading import resolve_model
 
-    target, head = resolve_model(options.target), resolve_model(options.head, role="draft")
+    target, head = resolve_model(places.target), resolve_model(places.head, role="draft")
     set_threads(given.value("threads"))
     quiet_libraries()
     from peagle.training.adaptation import check_adaptable
 
-    k = default_k(check_adaptable(head, options.what).trained_depth)
+    depth = check_adaptable(head, options.what).trained_depth
     own = {name: asdict(engine)[name] for name in settings.section("engine")}
-    return AdaptPlan(head, target, k, engine, own | TARGET_DEFAULTS, cipher)
+    return AdaptPlan(
+        head,
+        target,
+        places.traffic,
+        output,
+        k or default_k(depth),
+        with_correction,
+        engine,
+        own | TARGET_DEFAULTS,
+        cipher,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +296,7 @@ class AdaptData:
     counts: dict[str, Any]
 
 
-def _read(options: AdaptOptions, plan: AdaptPlan, line: ProgressLine) -> AdaptData:
+def _read(plan: AdaptPlan, options: TrainingOptions, line: ProgressLine) -> AdaptData:
     """Read the traffic and the old data, and split both."""
     line.begin("reading the traffic")
     from peagle.data.prepare import Collected, prepare
@@ -221,27 +304,30 @@ def _read(options: AdaptOptions, plan: AdaptPlan, line: ProgressLine) -> AdaptDa
     from peagle.data.samples import SampleMaker, vocab_size_of
     from peagle.data.traffic import collect, hold_out, read_traffic, turns_of
     from peagle.evaluation.adaptation import MIN_CONVERSATIONS, measured
+    from peagle.models.end_tokens import eos_token_ids
 
     folder, tokenizer = load_tokenizer_of(str(plan.target))
     digest = tokenizer_sha256(folder, tokenizer)
     limits = Limits(vocab_size_of(folder, tokenizer), options.max_length)
+    ends = eos_token_ids(folder, tokenizer)
+    maker = SampleMaker(tokenizer, ends, thinking=options.thinking)
     turns, dropped = read_traffic(
-        options.traffic, limits, digest, lm_head=lm_head_of(folder), cipher=plan.cipher
+        plan.traffic, limits, digest, maker, lm_head=lm_head_of(folder), cipher=plan.cipher
     )
     learned, held_out = hold_out(turns, _HELD_OUT_SHARE)
     held_out = measured(held_out)
     num_held_out = len({turn.conversation for turn in held_out})
     if num_held_out < MIN_CONVERSATIONS:
         raise UserError(
-            f"--traffic {str(options.traffic)!r} holds {len(turns)} usable requests, whose newest "
-            f"tenth is of {num_held_out} conversations; a verdict needs at least "
+            f"The traffic in {str(plan.traffic)!r} holds {len(turns)} usable requests, whose "
+            f"newest tenth is of {num_held_out} conversations; a verdict needs at least "
             f"{MIN_CONVERSATIONS} there, about {round(MIN_CONVERSATIONS / _HELD_OUT_SHARE)} in "
-            "all. Record more, and run the command again."
+            f"all{_left_out(dropped)}. Record more, and run the command again."
         )
     train, validation = collect(learned, limits).split(_VALIDATION_SHARE)
     if not len(train):
         raise UserError(
-            f"No request of --traffic {str(options.traffic)!r} is within --max-length "
+            f"No request of the traffic in {str(plan.traffic)!r} is within --max-length "
             f"{options.max_length}; raise it."
         )
     old: list[RecordedTurn] = []
@@ -274,6 +360,11 @@ def _read(options: AdaptOptions, plan: AdaptPlan, line: ProgressLine) -> AdaptDa
     return AdaptData(turns, train, validation, held_out, old, facts, counts)
 
 
+def _left_out(counts: DropCounts) -> str:
+    reasons = "; ".join(counts.reasons())
+    return f" (left out: {reasons})" if reasons else ""
+
+
 def _some(collected: Collected, num_tokens: float, seed: int) -> list[int]:
     """Return the numbers of random samples that have so many tokens together, all at most."""
     import numpy as np
@@ -293,7 +384,7 @@ Measured = dict[str, dict[str, tuple[int, int]]]  # `accepted_drafts` of each si
 
 
 def _adapt(
-    options: AdaptOptions, plan: AdaptPlan, data: AdaptData, line: ProgressLine
+    plan: AdaptPlan, options: TrainingOptions, data: AdaptData, line: ProgressLine
 ) -> dict[str, Any]:
     """Measure, train, measure again; return the result."""
     from peagle.engine.placement import resolve_device
@@ -314,7 +405,7 @@ def _adapt(
     result["own_outputs"] = asdict(own)
     if own.refusal:
         return result | {"refusal": own.refusal}
-    output = options.output
+    output = plan.output
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as work:
         adaptation = Adaptation(
@@ -326,6 +417,7 @@ def _adapt(
             options.minutes,
             options.steps,
             options.overrides or (),
+            plan.with_correction,
         )
         new, result["steps"] = adaptation.run(
             data.train,
@@ -369,7 +461,9 @@ def _measure(
     sides = {"held_out": data.held_out} | ({"old": data.old} if data.old else {})
     found, own = {}, OwnOutputs(0, 0)
     target = load_target(plan.target, plan.engine)
-    config = SpeculativeConfig(model=str(head), num_speculative_tokens=plan.k)
+    config = SpeculativeConfig(
+        model=str(head), num_speculative_tokens=plan.k, correction=plan.with_correction
+    )
     with open_engine(target, config, **plan.engine_options) as backend:
         if with_test:
             line.begin("testing that outputs belong to their prompts")
@@ -381,9 +475,9 @@ def _measure(
     return found, own
 
 
-def _text(result: Mapping[str, Any], options: AdaptOptions) -> str:
-    """Return the figures as a table, and where the head is."""
-    lines = []
+def figures(result: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a table of the acceptance lengths; [] if nothing was measured."""
+    lines: list[str] = []
     for name, title in (("held_out", "held-out traffic"), ("old", "old data")):
         if (found := result[name]) is not None:
             if not lines:
@@ -398,9 +492,12 @@ def _text(result: Mapping[str, Any], options: AdaptOptions) -> str:
                 f"{found['acceptance_length_before']:>8.3f}"
                 f"{found['acceptance_length_after']:>8.3f}{found['gain']:>+9.3f}  {shown}"
             )
-    if result["head"]:
-        serve = f"{command_prefix()} serve {options.target} --draft {result['head']}"
-        lines.append(f"the new head is in {result['head']}; serve it:\n  {serve}")
-    else:
-        lines.append("no head was written")
-    return "\n".join(lines)
+    return lines
+
+
+def _end(result: Mapping[str, Any], places: PlaceOptions) -> list[str]:
+    """Return where the head is, and how to serve it."""
+    if not result["head"]:
+        return ["no head was written"]
+    serve = f"{command_prefix()} serve {places.target} --draft {result['head']}"
+    return [f"the new head is in {result['head']}; serve it:", f"  {serve}"]

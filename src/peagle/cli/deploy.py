@@ -27,6 +27,7 @@ More about each:
 SUBCOMMANDS = {
     "create": ("deploy_create", "Create an endpoint of a model and its draft head."),
     "update": ("deploy_create", "Change an endpoint: model, head, K, instances, image."),
+    "adapt": ("deploy_adapt", "Adapt the head to captured traffic, and deploy it if better."),
     "status": ("deploy_operate", "Show an endpoint's state and its acceptance."),
     "invoke": ("deploy_invoke", "Send a prompt to an endpoint and stream the answer."),
     "scale": ("deploy_scale", "Set the number of instances, or scale automatically."),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peagle.cli import deploy_options as options
-from peagle.cli.deploy_options import EndpointName
+from peagle.cli.deploy_options import EndpointName, Wait
 from peagle.cli.flags import Given, takes
 from peagle.cli.groups import Format, OutputFormat
 from peagle.errors import UserError
@@ -65,10 +65,6 @@ The CloudFormation template of an endpoint, for a pipeline of your own:
 VllmOptions = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- VLLM OPTIONS]", help="Options of vLLM.", show_default=False),
-]
-Wait = Annotated[
-    bool,
-    typer.Option("--wait/--no-wait", help="Return once the endpoint serves, or once it is begun."),
 ]
 OtherModel = Annotated[
     str | None,

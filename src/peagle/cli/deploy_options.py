@@ -28,6 +28,10 @@ EndpointName = Annotated[
 Region = Annotated[
     str | None, typer.Option(help="AWS region.", show_default="boto3's own configuration")
 ]
+Wait = Annotated[
+    bool,
+    typer.Option("--wait/--no-wait", help="Return once the endpoint serves, or once it is begun."),
+]
 Variant = Annotated[
     str | None, typer.Option(help="Production variant of the endpoint.", show_default="all")
 ]

@@ -1,7 +1,7 @@
 """The `peagle` command: finds the subcommand, runs it, turns errors into exit statuses.
 
 Status 0: done. 1: the reader of the output went away, or there is no room for it. 2: a mistake in
-the input (`UserError` or usage), or a disk that is full. 3: `peagle adapt` keeps the old head. 130:
+the input (`UserError` or usage), or a disk that is full. 3: `adapt` keeps the old head. 130:
 interrupted. A fault of peagle shows its traceback.
 """
 

@@ -57,6 +57,7 @@ def record_of(call: Mapping[str, Any]) -> dict[str, Any]:
     text = "".join(choice.text for _, choice in parts)
     reason = next((c.finish_reason for _, c in parts if c.finish_reason), "")
     record: dict[str, Any] = {"finish_reason": reason, "temperature": request.get("temperature")}
+    record["time"] = (call.get("eventMetadata") or {}).get("inferenceTime", "")
     is_chat = "messages" in request
     if is_chat:
         answer = {

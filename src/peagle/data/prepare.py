@@ -212,11 +212,8 @@ def prepare(
                     and str(source) not in report.unknown_tokenizer
                 ):
                     report.unknown_tokenizer.append(str(source))
-            elif record.fault is None and needs_thinking and maker.renders(record):
-                raise UserError(
-                    f"{record.where} is a conversation, and the chat template has a thinking mode; "
-                    "say with --thinking or --no-thinking in which the head will serve."
-                )
+            elif needs_thinking:
+                require_no_rendering(record, maker)
             for made in maker.samples(record):
                 if isinstance(made, Dropped):
                     report.drop(made, record.where)
@@ -237,6 +234,19 @@ def prepare(
             f"{'; '.join(report.reasons()) or 'the files are empty'}. Nothing was written."
         )
     return train, validation, report
+
+
+def require_no_rendering(record: Record, maker: SampleMaker) -> None:
+    """Refuse a conversation whose template has a thinking mode that nobody chose.
+
+    Raises:
+        UserError: the record is one.
+    """
+    if record.fault is None and maker.renders(record):
+        raise UserError(
+            f"{record.where} is a conversation, and the chat template has a thinking mode; "
+            "say with --thinking or --no-thinking in which the head will serve."
+        )
 
 
 def check_recorded_target(record: Record, lm_head: str | None) -> None:

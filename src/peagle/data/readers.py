@@ -108,6 +108,19 @@ def table_files(path: Path) -> list[Path]:
     raise UserError(text)
 
 
+def check_traffic(folder: Path) -> None:
+    """Refuse a folder without recorded or captured traffic.
+
+    Raises:
+        UserError: it has none.
+    """
+    if not is_recording(folder) and not captured_files(folder):
+        raise UserError(
+            f"{str(folder)!r} holds no records; expected a folder that `peagle serve --record` or "
+            "SageMaker's data capture has written."
+        )
+
+
 def sha256_of_table(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, or of the names and hashes of a folder's files.
 

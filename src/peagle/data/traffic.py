@@ -14,9 +14,9 @@ from peagle.data.prepare import (
     check_ids,
     check_recorded_target,
     kept_answers,
+    require_no_rendering,
 )
-from peagle.data.readers import DropCounts, Dropped
-from peagle.data.recorded import RecordFolder
+from peagle.data.readers import DropCounts, Dropped, check_traffic
 from peagle.data.samples import Sample, SampleMaker
 
 
@@ -34,7 +34,13 @@ class RecordedTurn:
 
 
 def read_traffic(
-    folder: Path, limits: Limits, fingerprint: str, *, lm_head: str | None, cipher: Any = None
+    folder: Path,
+    limits: Limits,
+    fingerprint: str,
+    maker: SampleMaker,
+    *,
+    lm_head: str | None,
+    cipher: Any = None,
 ) -> tuple[list[RecordedTurn], DropCounts]:
     """Return the turns of recorded traffic, the oldest first, and counts of unusable records.
 
@@ -43,18 +49,23 @@ def read_traffic(
     hide that.
 
     Args:
-        folder: as `peagle serve --record` writes it.
+        folder: as `peagle serve --record` or SageMaker's data capture writes it.
         limits: only its vocabulary counts.
+        maker: tokenises captured text; records of our server have token ids.
         fingerprint, lm_head, cipher: as for `peagle.data.prepare.prepare`.
 
     Raises:
-        UserError: the folder holds no records, or records of another tokenizer or target.
+        UserError: the folder holds no records, or records of another tokenizer or target; or
+            conversations, and the thinking mode of their template was not chosen.
     """
-    folder, maker, counts = RecordFolder(folder).path, SampleMaker(None), DropCounts()
+    check_traffic(folder)
+    counts, lacks_thinking = DropCounts(), maker.lacks_thinking
     found: list[tuple[str, Sample, object]] = []
     for record in read_data(folder, cipher)[0]:
         check_tokenizer(record.where, record.data, fingerprint)
         check_recorded_target(record, lm_head)
+        if lacks_thinking:
+            require_no_rendering(record, maker)
         for made in maker.samples(record):
             if isinstance(made, Sample) and not (made.begin and len(made.response) >= MIN_RESPONSE):
                 made = Dropped(f"no prompt, or an output of less than {MIN_RESPONSE} tokens")

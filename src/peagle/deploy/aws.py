@@ -155,7 +155,10 @@ _THROTTLING = {
     *("RequestLimitExceeded", "RequestThrottled", "RequestThrottledException", "SlowDown"),
     *("LimitExceededException", "ConcurrentUpdateException", "BandwidthLimitExceeded"),
 }
-_DENIED = {"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AllAccessDisabled"}
+_DENIED = {
+    *("AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AllAccessDisabled"),
+    "403",  # of HeadObject, whose answer has no body
+}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired"}
 _BAD_CREDENTIALS = {
     *("UnrecognizedClientException", "InvalidClientTokenId", "InvalidAccessKeyId", "InvalidToken"),

@@ -15,7 +15,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip", ".safetensors")
 # Pickles can run code when they are read; neither container needs them beside safetensors.
-_NOT_UPLOADED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".part")
+NOT_UPLOADED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def folder_files(folder: Path) -> list[Path]:
     found = sorted(
         path
         for path in folder.rglob("*")
-        if path.suffix not in _NOT_UPLOADED
+        if path.suffix not in NOT_UPLOADED
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
     root = folder.resolve()

@@ -245,6 +245,28 @@ def _complete(base: Deployment, request: DeploymentRequest, lookups: Lookups) ->
     return placed
 
 
+def with_head(base: Deployment, folder: Path, region: str, upload_to: str | None) -> Deployment:
+    """Return the present deployment with a head from a folder, uploaded; all else stays.
+
+    The files of the present head stay in S3 until another head takes this one's place.
+
+    Args:
+        base: the present deployment, with a head.
+        folder: a head of the same kind.
+        region, upload_to: as for `DeploymentRequest`.
+
+    Raises:
+        UserError: --upload-to is no prefix.
+    """
+    assert base.draft is not None
+    bucket = _bucket(DeploymentRequest("", region, upload_to=upload_to), base.role)
+    d = _placed(replace(base, draft=ModelSource("local", str(folder.resolve()))), bucket)
+    kept = tuple(uri for uri in base.uploads if uri == base.draft.name)
+    d = replace(d, uploads=(*d.uploads, *kept))
+    container_environment(d)  # refuses variables
+    return d
+
+
 # ---- the model, its container and its head --------------------------------------------------
 
 

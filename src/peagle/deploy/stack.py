@@ -477,7 +477,9 @@ class _Change:
         with explained_errors():
             made = self._request("CreateChangeSet", **{**request, "TemplateBody": body})
             self._stack, self._change_set = made["StackId"], made["Id"]
-            self._wait_for_change_set()
+            for change in self._wait_for_change_set():
+                if request["ChangeSetType"] == "UPDATE":
+                    self._report(f"change set: {_change_line(change['ResourceChange'])}")
             self._skip_events()
             try:
                 self._request("ExecuteChangeSet", ChangeSetName=self._change_set)
@@ -491,14 +493,15 @@ class _Change:
         if wait:
             self._wait(f"{request['ChangeSetType']}_COMPLETE")
 
-    def _wait_for_change_set(self) -> None:
+    def _wait_for_change_set(self) -> list[dict[str, Any]]:
+        """Wait until the change set is made; return its changes."""
         while True:
             found = self._request("DescribeChangeSet", ChangeSetName=self._change_set)
             if found["Status"] not in ("CREATE_PENDING", "CREATE_IN_PROGRESS"):
                 break
             self._clients.clock.sleep(POLL_S / 5)
         if found["Status"] == "CREATE_COMPLETE":
-            return
+            return found.get("Changes", [])
         reason = one_line(found.get("StatusReason", "") or "no reason was given")
         self._request("DeleteChangeSet", ChangeSetName=self._change_set)
         if any(text in reason for text in _NO_CHANGES):
@@ -586,6 +589,11 @@ class _Change:
             if status.endswith("_FAILED")
         ]
         return stayed or [Leftover(f"stack {self._name}", again)]
+
+
+def _change_line(change: dict[str, Any]) -> str:
+    is_replaced = change.get("Replacement") == "True"
+    return f"{'Replace' if is_replaced else change['Action']} {change['LogicalResourceId']}"
 
 
 def _last_log_lines(clients: Clients, endpoint: str) -> str:

@@ -76,7 +76,31 @@ def put_parameters(transfer: Transfer, name: str) -> dict[str, Any]:
     return {**key, "ServerSideEncryption": "aws:kms", "SSEKMSKeyId": transfer.kms_key}
 
 
-def _transfer_config() -> Any:
+class Progress:
+    """A callback that reports the bytes of a transfer now and then.
+
+    Args:
+        what: "uploading to s3://...", for the report.
+        size: bytes of all files.
+    """
+
+    def __init__(self, what: str, size: int, clients: Clients, report: Report) -> None:
+        self._what, self._size, self._clock, self._report = what, size, clients.clock, report
+        self._sent, self._start = 0, clients.clock.now()
+        self._reported = self._start
+
+    def __call__(self, more: int) -> None:
+        """Add bytes that were sent."""
+        self._sent += more
+        now = self._clock.now()
+        if now - self._reported >= _PROGRESS_S:
+            self._reported = now
+            rate = f"{amount(self._sent / (now - self._start))}/s"
+            self._report(f"{self._what}: {amount(self._sent)} of {amount(self._size)}, {rate}")
+
+
+def transfer_config() -> Any:
+    """Return boto3's configuration of a transfer of files."""
     from boto3.s3.transfer import TransferConfig
 
     return TransferConfig(
@@ -92,31 +116,18 @@ def _upload(transfer: Transfer, clients: Clients, report: Report) -> None:
     folder = Path(transfer.source.name)
     files = folder_files(folder)
     size = sum(file.stat().st_size for file in files)
-    sent, start = 0, clients.clock.now()
-    reported = start
-
-    def report_progress(more: int) -> None:
-        nonlocal sent, reported
-        sent += more
-        now = clients.clock.now()
-        if now - reported >= _PROGRESS_S:
-            reported = now
-            rate = f"{_size(sent / (now - start))}/s"
-            report(f"uploading to {transfer.uri}: {_size(sent)} of {_size(size)}, {rate}")
-
+    progress = Progress(f"uploading to {transfer.uri}", size, clients, report)
     for file in files:
         extra = put_parameters(transfer, file.relative_to(folder).as_posix())
         to = extra.pop("Bucket"), extra.pop("Key")
         extra["Metadata"] = {MARK: split_uri(transfer.uri)[1]}
         try:
-            clients.client("s3").upload_file(
-                str(file), *to, extra, report_progress, _transfer_config()
-            )
+            clients.client("s3").upload_file(str(file), *to, extra, progress, transfer_config())
         except S3UploadFailedError as error:
             raise error.__context__ or error from None  # boto3 wraps S3's answer
         except OSError as error:
             raise UserError(f"{str(file)!r} cannot be read: {error.strerror}.") from None
-    report(f"uploaded {len(files)} files ({_size(size)}) to {transfer.uri}")
+    report(f"uploaded {len(files)} files ({amount(size)}) to {transfer.uri}")
 
 
 def _copy(transfer: Transfer, clients: Clients, report: Report) -> None:
@@ -130,11 +141,12 @@ def _copy(transfer: Transfer, clients: Clients, report: Report) -> None:
         to = extra.pop("Bucket"), extra.pop("Key")
         extra |= {"Metadata": {MARK: split_uri(transfer.uri)[1]}, "MetadataDirective": "REPLACE"}
         source = {"Bucket": bucket, "Key": key}
-        client.copy(source, *to, extra, Config=_transfer_config())
+        client.copy(source, *to, extra, Config=transfer_config())
     report(f"copied {len(keys)} files from {transfer.source.name} to {transfer.uri}")
 
 
-def _size(count: float) -> str:
+def amount(count: float) -> str:
+    """Return a number of bytes as people write it."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.1f} {unit}"

@@ -37,6 +37,7 @@ class Adaptation:
         minutes: of training steps, at most, and no more than a few epochs.
         steps: of each training, in place of minutes; runs with equal steps and seed are equal.
         overrides: of the training configuration, KEY=VALUE.
+        with_correction: whether the head is served with a correction; else "head" fits none.
     """
 
     what: What
@@ -47,6 +48,7 @@ class Adaptation:
     minutes: float
     steps: int | None = None
     overrides: Sequence[str] = ()
+    with_correction: bool = True
 
     def run(
         self,
@@ -95,11 +97,12 @@ class Adaptation:
         minutes = self.minutes
         own: dict[str, Any]
         if self.what == "head":
-            if config.is_parallel:
+            is_corrected = config.is_parallel and self.with_correction
+            if is_corrected:
                 minutes *= _HEAD_SHARE
             run = {"output": str(work), "head": {"init": str(self.head)}, "optimizer": {"steps": 1}}
             steps["head"] = self._train("head", {**base, **run}, minutes, begin, stepped)
-            if not config.is_parallel:
+            if not is_corrected:
                 return head, steps
             minutes, own = self.minutes * (1 - _HEAD_SHARE), {"start": "fresh"}
         else:
