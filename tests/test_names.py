@@ -25,6 +25,8 @@ SHARED = {
     },
     # A command, which has the name of its function, and what it runs.
     "create": {"cli/deploy_create.py", "deploy/stack.py"},
+    # A command of two groups.
+    "adapt": {"cli/adapt.py", "cli/deploy_adapt.py"},
     "delete": {"cli/deploy_operate.py", "deploy/stack.py"},
     "find": {"cli/vllm.py", "deploy/catalog.py"},
     "invoke": {"cli/deploy_invoke.py", "deploy/invoke.py"},

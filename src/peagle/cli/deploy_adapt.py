@@ -105,7 +105,7 @@ def adapt(given: Given, options: EndpointOptions) -> None:
     from peagle.deploy import stack
     from peagle.deploy.aws import Clients
     from peagle.deploy.logs import seconds_ago
-    from peagle.deploy.request import with_head
+    from peagle.deploy.request import with_new_head
     from peagle.deploy.template import deployment_of
 
     seconds = None if options.since is None else seconds_ago(options.since)
@@ -129,7 +129,7 @@ def adapt(given: Given, options: EndpointOptions) -> None:
             f"The endpoint {options.endpoint!r} got another head meanwhile, and {str(new)!r} was "
             "compared with the one before; move it away, and run this again."
         )
-    d = with_head(base, new, clients.region, given.value("upload_to"))
+    d = with_new_head(base, new, clients.region, given.value("upload_to"))
     assert d.draft is not None
     if options.print_calls:
         print("\n".join(figures(result)), file=sys.stderr)

@@ -245,7 +245,7 @@ def _complete(base: Deployment, request: DeploymentRequest, lookups: Lookups) ->
     return placed
 
 
-def with_head(base: Deployment, folder: Path, region: str, upload_to: str | None) -> Deployment:
+def with_new_head(base: Deployment, folder: Path, region: str, upload_to: str | None) -> Deployment:
     """Return the present deployment with a head from a folder, uploaded; all else stays.
 
     The files of the present head stay in S3 until another head takes this one's place.
