@@ -5,9 +5,11 @@ weights, the peak of these passes and the graphs. On a CPU KV blocks have a boun
 manages the rest.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -371,6 +373,20 @@ def free_and_total(device: torch.device) -> tuple[int, int] | None:
         return None
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)
+
+
+def available_ram() -> int:
+    """Return about how many bytes of main memory programs can still take."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        available = sizes["MemAvailable"]
+    except (OSError, KeyError, ValueError, IndexError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return available
 
 
 def device_name(device: torch.device) -> str:
