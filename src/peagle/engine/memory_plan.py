@@ -53,6 +53,7 @@ class MemoryPlan:
         target_block_bytes, drafter_block_bytes: one KV block of `block_size` slots, all layers.
         kv_type: type of the target's KV; the drafter's KV has the type of the activations.
         num_lookahead_slots: KV slots that a request holds beyond its tokens.
+        corrections_bytes: the part of drafter_bytes that several corrections take, if there are.
     """
 
     device: str
@@ -71,6 +72,7 @@ class MemoryPlan:
     num_lookahead_slots: int
     max_model_len: int
     max_num_seqs: int
+    corrections_bytes: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -119,7 +121,10 @@ class MemoryPlan:
         rows.append(("target weights", size_text(self.target_bytes)))
         block = size_text(self.block_bytes)
         if self.drafter_bytes or self.drafter_block_bytes:
-            rows.append(("drafter weights", size_text(self.drafter_bytes)))
+            weights = size_text(self.drafter_bytes)
+            if self.corrections_bytes:
+                weights += f", {size_text(self.corrections_bytes)} of it its corrections"
+            rows.append(("drafter weights", weights))
             block += f", {size_text(self.drafter_block_bytes)} of it the drafter's"
         if self.total_bytes is not None:
             rows.append(("activations, graphs", f"{size_text(self.reserved_bytes)} (measured)"))
@@ -191,6 +196,8 @@ def make_memory_plan(
     else:
         budget = num_blocks * block_bytes
     seen: set[int] = set()
+    correction = None if drafter is None else drafter.correction
+    has_choice = correction is not None and correction.has_choice
     plan = MemoryPlan(
         device=device_name(target.device),
         total_bytes=total,
@@ -208,6 +215,7 @@ def make_memory_plan(
         num_lookahead_slots=num_lookahead_slots,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
+        corrections_bytes=storage_bytes(correction, set()) if has_choice else 0,
     )
     _check(plan, config)
     return plan
