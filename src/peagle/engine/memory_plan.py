@@ -196,8 +196,9 @@ def make_memory_plan(
     else:
         budget = num_blocks * block_bytes
     seen: set[int] = set()
-    correction = None if drafter is None else drafter.correction
-    has_choice = correction is not None and correction.has_choice
+    corrections = None if drafter is None else drafter.correction
+    if corrections is not None and not corrections.has_choice:
+        corrections = None
     plan = MemoryPlan(
         device=device_name(target.device),
         total_bytes=total,
@@ -215,7 +216,7 @@ def make_memory_plan(
         num_lookahead_slots=num_lookahead_slots,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        corrections_bytes=storage_bytes(correction, set()) if has_choice else 0,
+        corrections_bytes=0 if corrections is None else storage_bytes(corrections, set()),
     )
     _check(plan, config)
     return plan
