@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections import defaultdict
 from dataclasses import replace
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from peagle import LLM, SamplingParams
-from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import SpeculativeConfig, StructuredOutput
+from peagle.disk import size_text
 from peagle.engine.head_swap import HeadSwap
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint import CORRECTION_NAME, head_identity, read_head, save_correction
@@ -38,6 +40,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "trees": {**TREES, "drawn_chains_from": "never"},
     "trees led by drawn chains": {**TREES, "drawn_chains_from": 0.5},
 }
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return TargetModel.load(BUNDLED_TARGET, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +129,87 @@ def test_captured_steps_do_so_too(way: str, heads: dict[str | None, Path]) -> No
     sizes = {"max_num_seqs": 4, "max_model_len": 64, "block_size": 4}
     llm = mixed_batch_is_each_alone(target, heads, WAYS[way], every, **sizes)
     assert llm.engine._pipeline is not None and llm.stats.eager_steps == {}
+
+
+@pytest.mark.slow
+def test_without_a_correction_of_its_own_the_head_drafts_as_without_any(
+    heads: dict[str | None, Path],
+) -> None:
+    target = TargetModel.load(BUNDLED_TARGET, dtype=torch.float64)
+    way = {**WAYS["chains"], "correction": False}
+    llm = make(target, BUNDLED_PEAGLE, {**way, "corrections": named(heads)})
+    two = replace(GREEDY, correction="two")
+    expected = steps(make(target, BUNDLED_PEAGLE, way), PROMPTS, [GREEDY] * 3)
+    expected += steps(make(target, heads["two"], WAYS["chains"]), PROMPTS, [GREEDY] * 3)
+    assert steps(llm, PROMPTS * 2, [GREEDY] * 3 + [two] * 3) == expected
+
+
+def test_corrections_that_do_not_fit_are_refused(
+    target: TargetModel, heads: dict[str | None, Path], tmp_path: Path
+) -> None:
+    def refusal(path: Path, error: type[UserError] = CheckpointError) -> str:
+        with pytest.raises(error) as caught:
+            make(target, BUNDLED_PEAGLE, {**WAYS["chains"], "corrections": {"sql": str(path)}})
+        return str(caught.value)
+
+    config = read_head(BUNDLED_PEAGLE).config
+    small = random_correction(config.hidden_size)
+    identity = head_identity(BUNDLED_PEAGLE, config)
+    save_correction(tmp_path, small, identity, dtype=torch.float32)
+    assert "The correction 'sql' has rank 4 and width 8; expected 64 and 256" in refusal(tmp_path)
+    other = {**identity, "sha256": "0" * 64}
+    save_correction(tmp_path, small, other, dtype=torch.float32)
+    message = refusal(tmp_path)
+    assert "was fitted on a head with sha256 '0000" in message and "The correction 'sql'" in message
+    assert message.endswith("Name one that was fitted on this head, or leave it out.")
+    assert "is not readable" in refusal(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="is an EAGLE-3 head"):
+        way = {"num_speculative_tokens": 3, "corrections": {"sql": str(heads["one"])}}
+        make(target, BUNDLED_EAGLE3, way)
+
+
+def test_more_than_the_memory_is_refused(
+    target: TargetModel, heads: dict[str | None, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(target, BUNDLED_PEAGLE, {**WAYS["chains"], "corrections": named(heads)})
+    plan = llm.engine.memory_plan
+    alone = make(target, BUNDLED_PEAGLE, WAYS["chains"]).engine.memory_plan
+    assert alone.corrections_bytes == 0
+    assert plan.drafter_bytes - alone.drafter_bytes == 2 * plan.corrections_bytes // 3
+    size = size_text(plan.corrections_bytes)
+    assert f"{size} of it its corrections" in str(plan)
+    monkeypatch.setattr("peagle.engine.head.available_ram", lambda: plan.corrections_bytes - 1)
+    with pytest.raises(UserError, match=f"own correction and 2 more take {size}; cpu has"):
+        make(target, BUNDLED_PEAGLE, {**WAYS["chains"], "corrections": named(heads)})
+
+
+def test_unknown_names_and_swaps_are_refused(
+    target: TargetModel, heads: dict[str | None, Path]
+) -> None:
+    llm = make(target, BUNDLED_PEAGLE, {**WAYS["chains"], "corrections": named(heads)})
+    with pytest.raises(UserError, match="correction is 'sql'; expected one of one, two"):
+        llm.generate(PROMPTS, replace(GREEDY, correction="sql"))
+    with pytest.raises(UserError, match=r"has further corrections \(one, two\)"):
+        HeadSwap(llm.engine, str(BUNDLED_PEAGLE))
+    alone = make(target, BUNDLED_PEAGLE, WAYS["chains"])
+    with pytest.raises(UserError, match="expected none, as the engine has no named one"):
+        alone.generate(PROMPTS, replace(GREEDY, correction="one"))
+
+
+@pytest.mark.parametrize(
+    ("corrections", "message"),
+    [
+        ("x", "corrections is 'x'; expected names with"),
+        ({"a b": "x"}, "'a b'; expected names of 1 to 64 letters"),
+        ({"": "x"}, "''; expected names of 1 to 64 letters"),
+        ({"a": ""}, "corrections is ''; expected names with"),
+        ((("a", "x"), ("a", "y")), "expected each name once"),
+    ],
+)
+def test_names_are_plain(corrections: Any, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        SpeculativeConfig(model="head", corrections=corrections)
+    with pytest.raises(UserError, match="none with method"):
+        SpeculativeConfig(method="ngram", corrections=(("a", "x"),))
+    parsed = SpeculativeConfig.parse({"model": "head", "corrections": {"a": "x"}})
+    assert parsed.corrections == (("a", "x"),)
