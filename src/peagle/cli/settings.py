@@ -185,11 +185,19 @@ def file_layer(path: Path) -> Layer:
             raise UserError(f"{source}: {key} is {value!r}; expected text.")
         if key == "revision" or expand_bundled(value, _ROLES[key]) != value:
             continue
-        # No Path here: it would turn "./owner/name" into a hub id.
-        beside = os.path.join(path.parent, value)
-        if value.startswith(".") or os.path.exists(beside):
-            settings[key] = Setting(beside, source)
+        settings[key] = Setting(_beside(path, value), source)
+    key = "speculative.corrections"
+    if key in settings and isinstance(named := settings[key].value, dict):
+        found = {name: _beside(path, str(value)) for name, value in named.items()}
+        settings[key] = Setting(found, settings[key].source)
     return Layer(settings)
+
+
+def _beside(file: Path, name: str) -> str:
+    """Return the path of a name that a file means relative to itself, else the name."""
+    # No Path here: it would turn "./owner/name" into a hub id.
+    beside = os.path.join(file.parent, name)
+    return beside if name.startswith(".") or os.path.exists(beside) else name
 
 
 def _table(path: Path, name: str, table: object) -> dict[str, Any]:
