@@ -536,7 +536,7 @@ def beams() -> dict[str, dict[str, Any]]:
 def corrections() -> dict[str, dict[str, Any]]:
     """Kernels of corrections, of bfloat16 logits; the walk over a slot, and over the first.
 
-    The last two are of several corrections.
+    The last three are of several corrections.
     """
     sizes: dict[str, Any] = {"ROWS": 16, "RANK": 64, "CHUNKS": 64, "HAS_MAP": True}
     sizes |= {"HAS_CHOICE": False}
@@ -553,6 +553,7 @@ def corrections() -> dict[str, dict[str, Any]]:
         (walk, {**large, **wide, "OVERLAPS": True}, 8),
         (correct, {**small, "HAS_CHOICE": True}, 4),
         (walk, {**large, "OVERLAPS": True, "HAS_CHOICE": True, "TILES": 2}, 8),
+        (walk, {**large, **wide, "OVERLAPS": True, "HAS_CHOICE": True}, 8),
     ):
         types = {n: "*bf16" for n in kernel.arg_names if n[-4:] == "_ptr"}
         types |= {n: "*i64" for n in ("drafts_ptr", "d2t_ptr", "which_ptr") if n in types}
