@@ -77,6 +77,29 @@ def test_one_slot_of_a_batch(size: tuple[int, ...], dtype: torch.dtype, device: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_one_slot_of_a_batch_with_several(
+    size: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter's product of bfloat16 matrices is wrong")
+    logits, states, drafts, weights = made(size, dtype, device)
+    every = [weights, tuple(x.flip(0) for x in weights), tuple(x * 0.5 for x in weights)]
+    which = torch.arange(len(logits), device=device) % 3
+    rows = [
+        by_loops(logits[n : n + 1, 1], states[n : n + 1, 1], drafts[n : n + 1, 2], every[n % 3])
+        for n in range(len(logits))
+    ]
+    tokens, down, weight = (torch.stack(parts) for parts in zip(*every, strict=True))
+    correct_logits(logits[:, 1], states[:, 1], drafts[:, 2], (tokens, down, weight), which)
+    torch.testing.assert_close(
+        logits[:, 1].double(), torch.cat(rows), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
+    assert len({tuple(row.flatten().tolist()) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_kernel_does_what_drafting_by_torch_does(device: str) -> None:
     torch.manual_seed(0)
     correction = random_correction(24, rank=8, width=40).to(device)

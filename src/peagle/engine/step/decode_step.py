@@ -86,7 +86,7 @@ _INTS = (
     "draws_chain",  # 1 where drawn chains lead trees
     "has_copies",  # 1 where copies of the text may be drafts
     "num_predicted",  # tokens of the prediction
-    "correction",  # its number
+    "correction",  # number of the one that drafts have
 )
 _FLOATS = ("temperature", "top_p", "min_p")
 
