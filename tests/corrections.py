@@ -13,6 +13,7 @@ from peagle.models.checkpoint import (
     read_head,
     save_correction,
 )
+from peagle.models.checkpoint.correction import _read, _write
 from peagle.models.correction import Correction
 
 
@@ -39,6 +40,17 @@ def add_correction(head: Path) -> Path:
     correction = random_correction(config.hidden_size)
     save_correction(head, correction, head_identity(head, config), dtype=torch.float32)
     return head / CORRECTION_NAME
+
+
+def perturbed_correction(head: Path, path: Path, seed: int) -> Path:
+    """Write the correction of a head with noise in its weights; returns its file."""
+    tensors, facts = _read(head / CORRECTION_NAME)
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std()
+        tensors[name] = (tensor + noise).to(tensor.dtype)
+    _write(path, tensors, facts)
+    return path
 
 
 def term_of(correction: Correction, normed: Tensor, e: Tensor, slot: int) -> Tensor:

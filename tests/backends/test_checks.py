@@ -113,6 +113,12 @@ def test_a_correction_that_vllm_cannot_use_is_told(gpu, monkeypatch, tmp_path):
         check_launch(replace(launch, speculative=replace(drafted, model=str(head))), gpu)
 
 
+def test_vllm_has_one_correction(gpu):
+    several = replace(PEAGLE, corrections={"sql": "heads/sql"})
+    with pytest.raises(UserError, match="correction 'sql' was given; on vLLM a head has its own"):
+        check_launch(replace(LAUNCH, speculative=several), gpu)
+
+
 def test_options_of_later_versions(gpu):
     old = replace(gpu, version="0.26.0")
     for change in ({"log_format": "json"}, {"max_queue": 3}):

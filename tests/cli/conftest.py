@@ -49,7 +49,7 @@ DEFAULTS = {
 def without_defaults(section: str, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a section of `--show-config` that are not defaults."""
     defaults = json.loads(json.dumps(asdict(DEFAULTS[section])))
-    defaults |= {"method": None, "logit_bias": {}}
+    defaults |= {"method": None, "logit_bias": {}, "corrections": {}}
     return {key: value for key, value in values.items() if value != defaults[key]}
 
 

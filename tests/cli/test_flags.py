@@ -142,5 +142,5 @@ def test_generate_has_a_flag_for_every_sampling_parameter() -> None:
     without = {
         f"sampling.{one}" for one in ("num_speculative_tokens", "prompt_lookup", "prediction")
     }
-    without |= {"sampling.marker_token_ids"}
+    without |= {"sampling.marker_token_ids", "sampling.correction"}
     assert {flag.key for flag in flags} == keys - without

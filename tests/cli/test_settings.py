@@ -105,7 +105,8 @@ def test_every_setting_is_shown_with_the_default_of_its_configuration(peagle: Pe
     assert set(data) == {"format_version", "target", "revision", "decided", *DEFAULTS}
     for name, config in DEFAULTS.items():
         expected = json.loads(json.dumps(asdict(config)))
-        expected |= {"logit_bias": {}} if name == "sampling" else {}
+        shown = {"sampling": "logit_bias", "speculative": "corrections"}
+        expected |= {shown[name]: {}} if name in shown else {}
         assert data[name] == expected
 
 
@@ -171,6 +172,16 @@ def test_paths_in_a_file_are_relative_to_it(
     monkeypatch.chdir(path.parent)
     found = settings(peagle("generate", "--config", "peagle.toml", "--show-config"))
     assert found["target"].startswith("./"), "a hub id otherwise"
+    monkeypatch.undo()
+    path.write_text('speculative = { model = "head", corrections = { sql = "head", web = "/w" } }')
+    call = ("serve", "--config", path, "--show-config")
+    corrections = {"sql": str(path.parent / "head"), "web": "/w"}
+    assert settings(peagle(*call))["speculative.corrections"] == corrections
+    given = ("--correction", "a=b", "--correction", "c=d=e")
+    found = settings(peagle(*call, *given))
+    assert found["speculative.corrections"] == {"a": "b", "c": "d=e"}
+    result = peagle("serve", "--correction", "sql")
+    assert (result.status, "--correction: 'sql' is not NAME=PATH" in result.err) == (2, True)
 
 
 def test_the_bundled_pair_is_the_default(

@@ -353,6 +353,7 @@ def test_keys_are_not_printed(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -
         (["--show-memory"], "has no equal with --engine vllm"),
         (["--compare-draft", "x"], "vLLM serves one head"),
         (["--draft-window", 512], "draft_window is 512; vLLM takes the windows of a head"),
+        (["--correction", "sql=head"], "correction 'sql' was given; on vLLM a head has its own"),
         (["--draft-quantization", "fp8"], "quantization of the head is 'fp8'; vLLM gets the head"),
         (["--fp8-activations", "auto"], "vLLM follows the checkpoint by itself"),
         (["--quantization", "fp8"], "vLLM has a --quantization of its own: give it behind --"),

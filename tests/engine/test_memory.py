@@ -69,7 +69,9 @@ def fake_target(kind: str = "cuda") -> Any:
 
 def fake_drafter() -> Any:
     return Owner(
-        500, config=SimpleNamespace(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_layers=4)
+        500,
+        config=SimpleNamespace(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_layers=4),
+        correction=None,
     )
 
 

@@ -464,12 +464,17 @@ def trees() -> dict[str, dict[str, Any]]:
     """Kernels of candidate trees, of bfloat16 logits."""
     growth = growth_triton
     of_63: dict[str, Any] = {"N": 63, "ROWS": 64, "IS_CORRECTED": True, "HAS_MAP": True}
+    of_63 |= {"HAS_CHOICE": False}
     kernels: dict[Any, tuple[int, list[dict[str, Any]]]] = {
         growth._best_of_part_kernel: (4, [{"PART": 2048}]),
         growth._best_of_slot_kernel: (16, [{"PARTS": 16}, {"PARTS": 128}]),
         growth._grow_kernel: (
             8,
-            [of_63, of_63 | {"IS_CORRECTED": False, "num_roots": 1}],
+            [
+                of_63,
+                of_63 | {"IS_CORRECTED": False, "num_roots": 1},
+                of_63 | {"HAS_CHOICE": True},
+            ],
         ),
         paths_triton.place_rows_kernel: (1, [{"ROWS": 64}]),
         paths_triton.descend_kernel: (1, [{"N": 63, "ROWS": 64}]),
@@ -485,7 +490,7 @@ def trees() -> dict[str, dict[str, Any]]:
         if of_growth:
             bfloat16 = ("states_ptr", "embedded_ptr", "down_ptr", "weight_ptr")
             types |= dict.fromkeys(bfloat16, "*bf16")
-            int64 = ("depths_ptr", "d2t_ptr", "out_tokens_ptr", "out_parents_ptr")
+            int64 = ("depths_ptr", "d2t_ptr", "which_ptr", "out_tokens_ptr", "out_parents_ptr")
             types |= dict.fromkeys(int64, "*i64")
             types |= dict.fromkeys(("tokens_ptr", "best_tokens_ptr"), "*i32")
         if kernel is growth._best_of_part_kernel:
@@ -529,8 +534,12 @@ def beams() -> dict[str, dict[str, Any]]:
 
 
 def corrections() -> dict[str, dict[str, Any]]:
-    """Kernels of corrections, of bfloat16 logits; the walk over a slot, and over the first."""
+    """Kernels of corrections, of bfloat16 logits; the walk over a slot, and over the first.
+
+    The last three are of several corrections.
+    """
     sizes: dict[str, Any] = {"ROWS": 16, "RANK": 64, "CHUNKS": 64, "HAS_MAP": True}
+    sizes |= {"HAS_CHOICE": False}
     small = {"TOKENS": 128, "WIDTH": 32}
     large = {"TOKENS": 512, "WIDTH": 256, "IS_WIDE": False, "IS_FIRST": False, "TILES": 1}
     wide = {"TOKENS": 256, "WIDTH": 128, "IS_WIDE": True, "RANK": 128}
@@ -542,9 +551,12 @@ def corrections() -> dict[str, dict[str, Any]]:
         (walk, {**large, "OVERLAPS": True, "IS_FIRST": True}, 8),
         (walk, {**large, "OVERLAPS": False, "TILES": 2}, 8),
         (walk, {**large, **wide, "OVERLAPS": True}, 8),
+        (correct, {**small, "HAS_CHOICE": True}, 4),
+        (walk, {**large, "OVERLAPS": True, "HAS_CHOICE": True, "TILES": 2}, 8),
+        (walk, {**large, **wide, "OVERLAPS": True, "HAS_CHOICE": True}, 8),
     ):
         types = {n: "*bf16" for n in kernel.arg_names if n[-4:] == "_ptr"}
-        types |= {n: "*i64" for n in ("drafts_ptr", "d2t_ptr") if n in types}
+        types |= {n: "*i64" for n in ("drafts_ptr", "d2t_ptr", "which_ptr") if n in types}
         types |= {n: "*i32" for n in types if n.endswith("argmax_ptr")}
         types |= {n: "*fp32" for n in types if n.endswith("_max_ptr")}
         constants = {n: v for n, v in {**sizes, **own}.items() if n in kernel.arg_names}

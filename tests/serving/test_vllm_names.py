@@ -220,7 +220,9 @@ def test_health_is_200_only_when_requests_are_served() -> None:
 
     loading = service()
     assert statuses(loading) == [200, 503, 503, 503]
-    info: Any = SimpleNamespace(num_speculative_tokens={"plain": 0}, max_model_len=8)
+    info: Any = SimpleNamespace(
+        num_speculative_tokens={"plain": 0}, corrections={}, max_model_len=8
+    )
     served = service(ready=["engine"], info=info)
     served.tokenizer = SimpleNamespace(template_source=None, characters_per_token=1)  # type: ignore[assignment]
     assert statuses(served) == [200, 200, 200, 200]

@@ -172,7 +172,11 @@ def test_the_children_of_a_tree_know_their_parents(
 
 
 def grown_as_on_a_card(
-    proposer: HeadProposer, logits_NKV: Tensor, states_NKW: Tensor, depths_N: Tensor
+    proposer: HeadProposer,
+    logits_NKV: Tensor,
+    states_NKW: Tensor,
+    depths_N: Tensor,
+    which_N: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Depth after depth, not node by node."""
     correction, shape = proposer.drafter.correction, proposer.trees
@@ -184,7 +188,7 @@ def grown_as_on_a_card(
         num_parallel_trees=shape.num_parallel_trees,
         max_nodes=shape.max_nodes,
         temperature=heat,
-        children=correction.tree_children(logits_NKV, states_NKW, ids, heat),
+        children=correction.tree_children(logits_NKV, states_NKW, ids, heat, which_N),
     )
     return proposer.drafter.to_target_ids(tokens), parents, scores
 

@@ -7,7 +7,14 @@ from typing import Annotated
 import typer
 
 from peagle.cli.flags import group
-from peagle.cli.settings import one_of, read_drawn_from, read_logit_bias, read_trees, structure
+from peagle.cli.settings import (
+    one_of,
+    read_drawn_from,
+    read_logit_bias,
+    read_pairs,
+    read_trees,
+    structure,
+)
 
 # Keys of single options, for commands that look at them.
 DRAFT_SAMPLING = "speculative.draft_sampling"
@@ -238,6 +245,10 @@ SERVER = group(
     --tool-call-parser TEXT
         Form of tool calls in outputs: gemma4, hermes, llama3_json, mistral, openai (gpt-oss),
         qwen3_coder, none, or auto (by the template).
+    --correction NAME=PATH ... = speculative.corrections
+        A further correction of the head's drafts: a name, and a file correction.st or the folder
+        with it; may be given several times. A request names it ("speculation": {"correction":
+        NAME}); others have the head's own. [default: none]
     --no-playground = server.playground
         Serve no page at /.
     --allow-heads DIR ... = server.allow_heads
@@ -245,6 +256,7 @@ SERVER = group(
         may be given several times; needs --admin-key-file. [default: the head stays]
     """,
     section="server",
+    read={"--correction": read_pairs},
 )
 
 VLLM = group(

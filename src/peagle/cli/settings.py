@@ -185,11 +185,19 @@ def file_layer(path: Path) -> Layer:
             raise UserError(f"{source}: {key} is {value!r}; expected text.")
         if key == "revision" or expand_bundled(value, _ROLES[key]) != value:
             continue
-        # No Path here: it would turn "./owner/name" into a hub id.
-        beside = os.path.join(path.parent, value)
-        if value.startswith(".") or os.path.exists(beside):
-            settings[key] = Setting(beside, source)
+        settings[key] = Setting(_beside(path, value), source)
+    key = "speculative.corrections"
+    if key in settings and isinstance(named := settings[key].value, dict):
+        found = {name: _beside(path, str(value)) for name, value in named.items()}
+        settings[key] = Setting(found, settings[key].source)
     return Layer(settings)
+
+
+def _beside(file: Path, name: str) -> str:
+    """Return the path of a name that a file means relative to itself, else the name."""
+    # No Path here: it would turn "./owner/name" into a hub id.
+    beside = os.path.join(file.parent, name)
+    return beside if name.startswith(".") or os.path.exists(beside) else name
 
 
 def _table(path: Path, name: str, table: object) -> dict[str, Any]:
@@ -280,6 +288,14 @@ def read_logit_bias(text: str) -> dict[int, Any]:
     return logit_bias(json_object(text, '{"42": -5}'))
 
 
+def read_pairs(texts: list[str]) -> tuple[tuple[str, str], ...]:
+    """Read names with a path each, NAME=PATH."""
+    for text in texts:
+        if not all(text.partition("=")):
+            raise UserError(f"{text!r} is not NAME=PATH; expected one like sql=heads/sql.")
+    return tuple((name, path) for name, _, path in (text.partition("=") for text in texts))
+
+
 def read_temperatures(text: str) -> tuple[float, ...]:
     """Read different temperatures, like 0,0.7, in the order in which they are given."""
     try:
@@ -355,4 +371,5 @@ def sampling_values(table: Mapping[str, Any]) -> dict[str, Any]:
 def as_written(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration in the form that a user writes in JSON."""
     bias = {str(k): "-inf" if v == -math.inf else v for k, v in values.get("logit_bias", ())}
-    return {**values, "logit_bias": bias} if "logit_bias" in values else dict(values)
+    written = {"logit_bias": bias, "corrections": dict(values.get("corrections", ()))}
+    return {name: written.get(name, value) for name, value in values.items()}

@@ -7,6 +7,7 @@ from typing import Any
 
 from peagle.config.checks import (
     BOOLEAN,
+    FieldCheck,
     check_fields,
     is_int,
     is_number,
@@ -39,6 +40,9 @@ _CHECKS = {
     ),
     "ignore_eos": BOOLEAN,
     "prompt_lookup": BOOLEAN,
+    "correction": FieldCheck(
+        lambda name: name is None or isinstance(name, str), "the name of a correction, or none"
+    ),
     "temperature": number_check(lambda t: t >= 0, "a number of at least 0 (0 is greedy)"),
     "top_p": _MASS,
     "typical_p": _MASS,
@@ -143,6 +147,8 @@ class SamplingParams:
         prompt_lookup: let the text draft too, where the engine looks drafts up in it: copies of the
             text in the trees of a head, or "ngram". False: the head alone drafts, as for a request
             whose num_speculative_tokens is below the engine's.
+        correction: name of the correction of its drafts, one of `SpeculativeConfig.corrections`;
+            None takes that of the head.
         prediction: what the output may be, a text or token ids: copies of it join the trees from
             the first token on, or "ngram" drafts them. The output is the same without it.
         marker_token_ids: special tokens whose names are part of the text, each behind
@@ -181,6 +187,7 @@ class SamplingParams:
     ignore_eos: bool = False
     num_speculative_tokens: int | None = None
     prompt_lookup: bool = True
+    correction: str | None = None
     prediction: str | tuple[int, ...] = ()
     marker_token_ids: tuple[int, ...] = ()
     structured_outputs: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -58,6 +59,7 @@ TREE_DEFAULTS = (
     f"prediction_depth what the head was trained for, at most {DEFAULT_K}."
 )
 _SLOTS_AHEAD = 1
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # of a correction
 _MAX_COPY_MATCH = 16  # tokens that a lookup compares at most where copies join trees
 
 
@@ -232,6 +234,9 @@ class SpeculativeConfig:
         check_target: refuse a head whose fingerprint names another target.
         correction: use the correction that lies beside the head, if there is one (`peagle train
             --correction-on`): each draft then knows the one before it.
+        corrections: further corrections of the head by name, each a file or the folder with it. A
+            request chooses one (`SamplingParams.correction`); the others have that beside the head,
+            or none. A mapping, kept as pairs.
         max_model_len: positions up to which a head drafts; longer sequences go on without drafts.
             None takes the length that the head was trained for.
         draft_window: how many tokens a position of the head attends to, itself and those before
@@ -267,6 +272,7 @@ class SpeculativeConfig:
     quantization: Quantization | None = None
     check_target: bool = True
     correction: bool = True
+    corrections: tuple[tuple[str, str], ...] = ()
     prompt_lookup: bool | None = None
     max_model_len: int | None = None
     draft_window: int | None = None
@@ -287,6 +293,7 @@ class SpeculativeConfig:
                 object.__setattr__(self, "model", str(self.model))
             ok = isinstance(self.model, str) and bool(self.model)
             require(ok, "model", self.model, "the folder of a draft head, or its hub id")
+            self._read_corrections(self.corrections)
         else:
             self._check_lookup()
         if self.parallel_drafting_spec is not None:
@@ -303,6 +310,21 @@ class SpeculativeConfig:
             self._check_schedule(self.num_speculative_tokens_per_batch_size)
         if self.synthetic_acceptance_rates is not None:
             self._check_rates(self.synthetic_acceptance_rates)
+
+    def _read_corrections(self, given: Any) -> None:
+        expected = "names with a file or a folder each, like {'sql': 'heads/sql'}"
+        pairs = given.items() if isinstance(given, Mapping) else given
+        ok = isinstance(given, Mapping | Sequence) and not isinstance(given, str)
+        ok = ok and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+        require(ok, "corrections", given, expected)
+        kept = tuple((name, str(source)) for name, source in pairs)
+        for name, source in kept:
+            ok = isinstance(name, str) and _NAME.fullmatch(name) is not None
+            require(ok, "corrections", name, "names of 1 to 64 letters, digits, -, _ and .")
+            require(bool(source), "corrections", source, expected)
+        names = [name for name, _ in kept]
+        require(len(set(names)) == len(names), "corrections", names, "each name once")
+        object.__setattr__(self, "corrections", kept)
 
     def _check_trees(self, shape: TreeShape, setting: str) -> None:
         """Take trees of `shape`, for which `setting` asks; K is their depth.
@@ -340,6 +362,8 @@ class SpeculativeConfig:
             value = getattr(self, name)
             require(value is None, name, value, f'no {name} with method "ngram"')
         require(self.correction, "correction", False, 'true, or none, with method "ngram"')
+        many = self.corrections
+        require(not many, "corrections", many, 'none with method "ngram"')
         no = self.prompt_lookup
         require(no is not False, "prompt_lookup", no, 'true, or none, with method "ngram"')
 

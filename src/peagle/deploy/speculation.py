@@ -22,7 +22,7 @@ _SCHEDULE = "num_speculative_tokens_per_batch_size"
 # Fields of our engine that vLLM does not have.
 _NOT_OF_VLLM = (
     *("check_target", "correction", "draft_sampling", "draft_window", "drawn_chains_from"),
-    "prompt_lookup",
+    *("corrections", "prompt_lookup"),
 )
 
 

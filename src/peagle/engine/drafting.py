@@ -418,11 +418,12 @@ class HeadDrafting(Drafting):
         if correction is None or slots.states_KW is None:
             return lambda path: at_least_float32(logits_KV[len(path)])
         states_KW = slots.states_KW.cpu()
+        which_1 = None if slots.which_1 is None else slots.which_1.cpu()
 
         def after(path: SequenceOf[int]) -> Tensor:
             logits_1V, states_1W = logits_KV[len(path), None], states_KW[len(path), None]
             if path:
-                logits_1V = correction.add(logits_1V, states_1W, torch.tensor(path[-1:]))
+                logits_1V = correction.add(logits_1V, states_1W, torch.tensor(path[-1:]), which_1)
             return at_least_float32(logits_1V[0])
 
         return after
@@ -617,6 +618,7 @@ def _proposer_input(
         histories=[s.token_ids for s in sequences],
         num_drawn=[reading.num_drawn for reading in readings],
         context_starts_B=host_ints(context_starts) if any(context_starts) else None,
+        corrections=[s.correction for s in sequences],
     )
 
 

@@ -12,6 +12,7 @@ from itertools import cycle, islice
 
 from peagle.attention import LayerKVCache, make_backend
 from peagle.config import EngineConfig, SamplingParams, SpeculativeConfig, token_ids
+from peagle.config.checks import require
 from peagle.engine.block_manager import BlockManager
 from peagle.engine.depth import AutomaticDepth, DecodeSeconds, LookupDepth
 from peagle.engine.drafting import (
@@ -303,6 +304,7 @@ class LLMEngine:
             has_copies=has_copies(params, self.speculative),
             draws_chain=draws_chain(params, self.speculative),
             fixes_k=fixes_k(params, self.speculative),
+            correction=self._correction(params.correction),
         )
         self._check_blocks(sequence)
         self._num_requests += 1
@@ -342,6 +344,21 @@ class LLMEngine:
                 f"num_speculative_tokens of the request is {k}; the engine was made for at most "
                 f"{most}. Ask for fewer, or set it in the speculative configuration."
             )
+
+    @property
+    def corrections(self) -> tuple[str, ...]:
+        """Return the names of the corrections that requests may choose."""
+        speculative = self.speculative
+        return () if speculative is None else tuple(name for name, _ in speculative.corrections)
+
+    def _correction(self, name: str | None) -> int:
+        """Return the number of a correction; 0 is the default."""
+        if name is None:
+            return 0
+        known = self.corrections
+        expected = f"one of {', '.join(known)}" if known else "none, as the engine has no named one"
+        require(name in known, "correction", name, expected)
+        return 1 + known.index(name)
 
     def _prediction(self, prompt: list[int], params: SamplingParams) -> list[int]:
         """Return the end of a prompt and what the request predicts behind it, if it does."""

@@ -1,10 +1,20 @@
 """The draft head of a speculative configuration, loaded and checked."""
 
 import warnings
+from functools import partial
+
+import torch
 
 from peagle.config import SpeculativeConfig
+from peagle.disk import size_text
+from peagle.engine.memory_plan import available_ram, device_name, free_and_total
 from peagle.errors import UserError
-from peagle.models.checkpoint import load_correction, load_drafter, read_head
+from peagle.models.checkpoint import (
+    load_correction,
+    load_corrections,
+    load_drafter,
+    read_head,
+)
 from peagle.models.drafter import Drafter
 from peagle.models.head_json import check_trees
 from peagle.models.quantize import quantize_head
@@ -15,8 +25,8 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
     """Return the draft head of a configuration, None if it has none.
 
     Raises:
-        UserError: parallel_drafting contradicts the kind of head, or the head cannot draft the
-            trees.
+        UserError: parallel_drafting contradicts the kind of head, the head cannot draft the trees,
+            or its corrections do not fit the memory.
         CheckpointError: the head does not fit the target, or its correction does not fit the head.
     """
     if speculative is None or speculative.model is None:
@@ -46,7 +56,15 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
     drafter = load_drafter(
         speculative.model, target, check_target=speculative.check_target, unpack=is_whole
     )
-    if speculative.correction:
+    if speculative.corrections:
+        drafter.correction = load_corrections(
+            speculative.model,
+            drafter,
+            dict(speculative.corrections),
+            with_own=speculative.correction,
+            check_bytes=partial(_check_bytes, target.device, len(speculative.corrections)),
+        )
+    elif speculative.correction:
         drafter.correction = load_correction(speculative.model, drafter)
     if speculative.quantization is not None:
         quantize_head(drafter, speculative.quantization, unpack=unpack)
@@ -57,3 +75,14 @@ def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Dra
         # Each layer attends to the window alone, and drafts do without the tokens before it.
         drafter.windows, drafter.reach = (window or None,) * head.num_layers, window or None
     return drafter
+
+
+def _check_bytes(device: torch.device, count: int, num_bytes: int) -> None:
+    """Refuse so many corrections whose tables take more memory than is free."""
+    card = free_and_total(device)
+    free = available_ram() if card is None else card[0]
+    if num_bytes > free:
+        raise UserError(
+            f"The head's own correction and {count} more take {size_text(num_bytes)}; "
+            f"{device_name(device)} has {size_text(free)} free. Name fewer (--correction)."
+        )

@@ -41,7 +41,7 @@ class HeadSwap:
     It may be made in a thread beside the engine's. Its methods belong between two steps.
 
     Raises:
-        UserError: the engine drafts without a head.
+        UserError: the engine drafts without a head, or with several corrections.
         CheckpointError: the head in `folder` is not readable or does not fit.
     """
 
@@ -49,6 +49,11 @@ class HeadSwap:
         drafting, speculative = engine.drafting, engine.speculative
         if speculative is None or not isinstance(drafting, HeadDrafting):
             raise UserError("The engine drafts without a head.")
+        if names := engine.corrections:
+            raise UserError(
+                f"The head has further corrections ({', '.join(names)}), which fit no other head"
+                + _REMEDY
+            )
         self._engine, self._drafting = engine, drafting
         self._drafter = drafting.proposer.drafter
         self._old, self._speculative = speculative, replace(speculative, model=folder)

@@ -5,9 +5,11 @@ weights, the peak of these passes and the graphs. On a CPU KV blocks have a boun
 manages the rest.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -51,6 +53,7 @@ class MemoryPlan:
         target_block_bytes, drafter_block_bytes: one KV block of `block_size` slots, all layers.
         kv_type: type of the target's KV; the drafter's KV has the type of the activations.
         num_lookahead_slots: KV slots that a request holds beyond its tokens.
+        corrections_bytes: the part of drafter_bytes that several corrections take, if there are.
     """
 
     device: str
@@ -69,6 +72,7 @@ class MemoryPlan:
     num_lookahead_slots: int
     max_model_len: int
     max_num_seqs: int
+    corrections_bytes: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -117,7 +121,10 @@ class MemoryPlan:
         rows.append(("target weights", size_text(self.target_bytes)))
         block = size_text(self.block_bytes)
         if self.drafter_bytes or self.drafter_block_bytes:
-            rows.append(("drafter weights", size_text(self.drafter_bytes)))
+            weights = size_text(self.drafter_bytes)
+            if self.corrections_bytes:
+                weights += f", {size_text(self.corrections_bytes)} of it its corrections"
+            rows.append(("drafter weights", weights))
             block += f", {size_text(self.drafter_block_bytes)} of it the drafter's"
         if self.total_bytes is not None:
             rows.append(("activations, graphs", f"{size_text(self.reserved_bytes)} (measured)"))
@@ -189,6 +196,9 @@ def make_memory_plan(
     else:
         budget = num_blocks * block_bytes
     seen: set[int] = set()
+    corrections = None if drafter is None else drafter.correction
+    if corrections is not None and not corrections.has_choice:
+        corrections = None
     plan = MemoryPlan(
         device=device_name(target.device),
         total_bytes=total,
@@ -206,6 +216,7 @@ def make_memory_plan(
         num_lookahead_slots=num_lookahead_slots,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
+        corrections_bytes=0 if corrections is None else storage_bytes(corrections, set()),
     )
     _check(plan, config)
     return plan
@@ -371,6 +382,20 @@ def free_and_total(device: torch.device) -> tuple[int, int] | None:
         return None
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)
+
+
+def available_ram() -> int:
+    """Return about how many bytes of main memory programs can still take."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        available = sizes["MemAvailable"]
+    except (OSError, KeyError, ValueError, IndexError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return available
 
 
 def device_name(device: torch.device) -> str:

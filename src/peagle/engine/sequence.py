@@ -70,6 +70,7 @@ class Sequence:
         has_copies: whether copies of the text may be its drafts.
         draws_chain: whether a chain of drawn drafts leads its trees.
         fixes_k: whether its K does not follow the K of the batch.
+        correction: number of the correction of its drafts, where the head has several.
         num_cached_tokens: prompt tokens whose KV the cache held when it was first admitted.
         num_preemptions: number of times that the sequence lost its blocks.
         admitted_s: time of its first admission, by `time.perf_counter`.
@@ -111,6 +112,7 @@ class Sequence:
     has_copies: bool = False
     draws_chain: bool = False
     fixes_k: bool = False
+    correction: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     admitted_s: float | None = None

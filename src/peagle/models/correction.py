@@ -16,7 +16,7 @@ Shapes: ... leading dimensions, R chains, J slots, D drafter width, W width of t
 V target and DV draft vocabulary; of trees B sequences, P nodes of a depth, C candidates of a slot.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -84,8 +84,12 @@ class DraftCorrection(nn.Module):
     number of chains at once, each with the token that it chose. In trees `tree_children` goes from
     a depth to the next. No tensor is part of the head's checkpoint.
 
+    It may hold several corrections of one head, of equal rank and width. Each tensor then has a
+    first dimension of so many, and `which` says which one a chain or a sequence has; it is None
+    where there is one.
+
     Args:
-        correction: on the device and in the type of the head.
+        correction: one or several, on the device and in the type of the head.
         embedding_VD, lm_head_VD: weights of the head, [V, D] and [DV, D].
 
     Attributes:
@@ -101,40 +105,84 @@ class DraftCorrection(nn.Module):
     down_rW: Tensor
 
     @torch.no_grad()
-    def __init__(self, correction: Correction, embedding_VD: Tensor, lm_head_VD: Tensor) -> None:
+    def __init__(
+        self,
+        correction: Correction | Sequence[Correction],
+        embedding_VD: Tensor,
+        lm_head_VD: Tensor,
+    ) -> None:
         super().__init__()
-        parts = embedding_VD.split(_ROWS_AT_ONCE)
-        for name, value in {
-            "tokens_VW": torch.cat([correction.read(part) for part in parts]),
-            "weight_Vr": lm_head_VD @ correction.up.weight,
-            "states_WD": correction.states.weight.detach(),
-            "slots_JW": correction.slots.detach(),
-            "down_rW": correction.down.weight.detach(),
-        }.items():
+        every = [correction] if isinstance(correction, Correction) else correction
+        parts, slots = embedding_VD.split(_ROWS_AT_ONCE), max(len(one.slots) for one in every)
+        slot_J = torch.arange(1, slots + 1, device=embedding_VD.device)
+        derived: dict[str, Callable[[Correction], Tensor]] = {
+            "tokens_VW": lambda one: torch.cat([one.read(part) for part in parts]),
+            "weight_Vr": lambda one: lm_head_VD @ one.up.weight,
+            "states_WD": lambda one: one.states.weight.detach(),
+            "slots_JW": lambda one: one.of_slots(slot_J),
+            "down_rW": lambda one: one.down.weight.detach(),
+        }
+        for name, derive in derived.items():
+            value = (
+                derive(every[0]) if len(every) == 1 else _stacked(map(derive, every), len(every))
+            )
             self.register_buffer(name, value, persistent=False)
+
+    @property
+    def has_choice(self) -> bool:
+        """Return whether there are several corrections."""
+        return self.down_rW.dim() == 3
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights that kernels take: `tokens_VW`, `down_rW` and `weight_Vr`."""
         return self.tokens_VW, self.down_rW, self.weight_Vr
 
-    def start(self, normed_RJD: Tensor) -> Tensor:
-        """Return B n_j + p_j of every slot, [R, J, W]; that of slot 0 is of no use."""
-        slot_J = torch.arange(normed_RJD.shape[1], device=normed_RJD.device)
-        return F.linear(normed_RJD, self.states_WD) + _at(self.slots_JW, slot_J)
+    def start(self, normed_RJD: Tensor, which_R: Tensor | None = None) -> Tensor:
+        """Return B n_j + p_j of every slot, [R, J, W]; that of slot 0 is of no use.
 
-    def add(self, logits_RV: Tensor, states_RW: Tensor, tokens_R: Tensor) -> Tensor:
+        Args:
+            which_R: int64, the number of each chain's correction.
+        """
+        slot_J = torch.arange(normed_RJD.shape[1], device=normed_RJD.device)
+        if which_R is None:
+            return F.linear(normed_RJD, self.states_WD) + _at(self.slots_JW, slot_J)
+        every_RJX = F.linear(normed_RJD, self.states_WD.flatten(0, 1))
+        every_RJCW = every_RJX.unflatten(2, self.states_WD.shape[:2])
+        at_R = _before(which_R, every_RJCW)
+        own_RJ1W = every_RJCW.gather(2, at_R.expand(-1, len(slot_J), 1, every_RJCW.shape[3]))
+        return own_RJ1W.squeeze(2) + _at(self.slots_JW[which_R], slot_J)
+
+    def add(
+        self,
+        logits_RV: Tensor,
+        states_RW: Tensor,
+        tokens_R: Tensor,
+        which_R: Tensor | None = None,
+    ) -> Tensor:
         """Return the corrected logits of one slot, [R, DV].
 
         Args:
             logits_RV: the head's own.
             states_RW: of the slot, from `start`.
             tokens_R: drafted by the slot before, target ids.
+            which_R: int64, the number of each chain's correction.
         """
-        return torch.addmm(logits_RV, self._term(states_RW, tokens_R), self.weight_Vr.mT)
+        term_Rr = self._term(states_RW, tokens_R, which_R)
+        if which_R is None:
+            return torch.addmm(logits_RV, term_Rr, self.weight_Vr.mT)
+        for number, weight_Vr in enumerate(self.weight_Vr):
+            own_Rr = term_Rr.masked_fill((which_R != number).unsqueeze(1), 0)
+            logits_RV = torch.addmm(logits_RV, own_Rr, weight_Vr.mT)
+        return logits_RV
 
     def tree_children(
-        self, logits_BJV: Tensor, states_BJW: Tensor, target_ids_V: Tensor, temperature: float
+        self,
+        logits_BJV: Tensor,
+        states_BJW: Tensor,
+        target_ids_V: Tensor,
+        temperature: float,
+        which_B: Tensor | None = None,
     ) -> Children:
         """Return a function that finds the candidates after nodes of trees, for `best_first_trees`.
 
@@ -147,8 +195,10 @@ class DraftCorrection(nn.Module):
             logits_BJV: l, in the draft vocabulary.
             states_BJW: s, of the slots, from `start`.
             target_ids_V: the target id of every draft id.
+            which_B: int64, the number of each sequence's correction.
         """
-        columns_BJC, logprobs = self._candidates(logits_BJV, states_BJW, target_ids_V, temperature)
+        given = logits_BJV, states_BJW, target_ids_V, temperature, which_B
+        columns_BJC, logprobs = self._candidates(*given)
 
         def find(slot: int, tokens_BP: Tensor) -> tuple[Tensor, Tensor]:
             at = slice(None), slice(slot, slot + 1)
@@ -164,12 +214,14 @@ class DraftCorrection(nn.Module):
         target_ids_V: Tensor,
         temperature: float,
         count: int,
+        which_B: Tensor | None = None,
     ) -> After:
         """Return a function that finds `tree_children`'s `count` best candidates after one token.
 
         Those after the likeliest tokens of each slot are computed at once, the rest if asked for.
         """
-        columns_BJC, logprobs = self._candidates(logits_BJV, states_BJW, target_ids_V, temperature)
+        given = logits_BJV, states_BJW, target_ids_V, temperature, which_B
+        columns_BJC, logprobs = self._candidates(*given)
         columns = columns_BJC.tolist()
         count = min(count, columns_BJC.shape[2])
         known: dict[tuple[int, int, int], tuple[list[float], list[int]]] = {}
@@ -199,7 +251,12 @@ class DraftCorrection(nn.Module):
         return after
 
     def _candidates(
-        self, logits_BJV: Tensor, states_BJW: Tensor, target_ids_V: Tensor, temperature: float
+        self,
+        logits_BJV: Tensor,
+        states_BJW: Tensor,
+        target_ids_V: Tensor,
+        temperature: float,
+        which_B: Tensor | None,
     ) -> tuple[Tensor, Callable[[tuple[slice, slice], Tensor], Tensor]]:
         """Return the candidates of each slot, likeliest first, and a function that finds their
         log-probabilities [B, J, P, C], for some sequences and slots, after tokens [B, J, P].
@@ -210,11 +267,12 @@ class DraftCorrection(nn.Module):
         columns_BJC = scaled_BJV.topk(min(CANDIDATES, scaled_BJV.shape[2]), -1).indices
         others_BJ11 = scaled_BJV.scatter(2, columns_BJC, -torch.inf).logsumexp(-1)[..., None, None]
         logits_BJC = logits_BJV.gather(2, columns_BJC)
-        weight_BJrC = F.embedding(columns_BJC, self.weight_Vr).mT
+        weight_BJrC = _rows(self.weight_Vr, columns_BJC, which_B).mT
         weight_BJrC[:, 0] = 0  # nothing is drafted before slot 0
 
         def logprobs(at: tuple[slice, slice], tokens_BJP: Tensor) -> Tensor:
-            term_BJPr = self._term(states_BJW[at].unsqueeze(2), target_ids_V[tokens_BJP])
+            own_B = None if which_B is None else which_B[at[0]]
+            term_BJPr = self._term(states_BJW[at].unsqueeze(2), target_ids_V[tokens_BJP], own_B)
             logits_BJPC = logits_BJC[at].unsqueeze(2) + term_BJPr @ weight_BJrC[at]
             scores_BJPC = at_least_float32(logits_BJPC) / temperature
             others_BJP1 = others_BJ11[at].expand(*scores_BJPC.shape[:3], 1)
@@ -223,14 +281,39 @@ class DraftCorrection(nn.Module):
 
         return columns_BJC, logprobs
 
-    def _term(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Return the term before W2, [..., r]."""
-        return F.silu(states + F.embedding(tokens, self.tokens_VW)) @ self.down_rW.mT
+    def _term(self, states: Tensor, tokens: Tensor, which_R: Tensor | None) -> Tensor:
+        """Return the term before W2, [R, ..., r], of states and tokens of R chains."""
+        inner = F.silu(states + _rows(self.tokens_VW, tokens, which_R))
+        if which_R is None:
+            return inner @ self.down_rW.mT
+        return torch.einsum("r...w,rkw->r...k", inner, self.down_rW[which_R])
+
+
+def _rows(table: Tensor, ids: Tensor, which_R: Tensor | None) -> Tensor:
+    """Return rows of a table, [R, ..., x], each from the table of its chain."""
+    if which_R is None:
+        return F.embedding(ids, table)
+    return table[_before(which_R, ids), ids]
+
+
+def _before(which_R: Tensor, other: Tensor) -> Tensor:
+    """Return the numbers of R chains with as many dimensions as a tensor of theirs."""
+    return which_R.reshape(-1, *(1,) * (other.dim() - 1))
+
+
+def _stacked(values: Iterable[Tensor], count: int) -> Tensor:
+    """Return tensors of one shape as one. No two of them are in memory beside it."""
+    out: Tensor | None = None
+    for number, value in enumerate(values):
+        out = value.new_empty(count, *value.shape) if out is None else out
+        out[number] = value
+    assert out is not None
+    return out
 
 
 def _at(slots_JW: Tensor, slot: Tensor) -> Tensor:
     """Return p of slots, [..., W]."""
-    return slots_JW[(slot - 1).clamp(0, len(slots_JW) - 1)]
+    return slots_JW[..., (slot - 1).clamp(0, slots_JW.shape[-2] - 1), :]
 
 
 def _scaled(embedding: Tensor) -> Tensor:

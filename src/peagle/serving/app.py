@@ -255,7 +255,9 @@ def _model(service: Service) -> dict[str, Any]:
         "speculation": {
             "default": service.proposers[0],
             "proposers": [
-                {"name": name, "num_speculative_tokens": k} for name, k in depths.items()
+                {"name": name, "num_speculative_tokens": k}
+                | ({"corrections": info.corrections[name]} if info.corrections.get(name) else {})
+                for name, k in depths.items()
             ],
         },
     }

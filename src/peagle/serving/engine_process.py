@@ -16,7 +16,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty
@@ -91,6 +91,7 @@ class EngineInfo:
         defaults: sampling parameters that the model asks for, fields of SamplingParams.
         memory_plans: the memory plan of each proposer's engine, by name, as text.
         target_identity: `tokenizer_sha256` and `lm_head_sha256` of the target, if asked for.
+        corrections: names of the corrections that requests may choose, by proposer.
     """
 
     max_model_len: int
@@ -101,6 +102,7 @@ class EngineInfo:
     device: str
     memory_plans: dict[str, str]
     target_identity: dict[str, str | None] | None = None
+    corrections: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,6 +423,7 @@ class EngineWorker(EngineLoop):
             device=str(llm.target.device),
             memory_plans={n: str(one.engine.memory_plan) for n, one in self._llms.items()},
             target_identity=identity_of(llm.target) if self._spec.identify_target else None,
+            corrections={n: one.engine.corrections for n, one in self._llms.items()},
         )
 
     def serve(self) -> None:

@@ -79,6 +79,7 @@ class SpeculationOptions(_Body):
         proposer: one of those that /v1/models lists.
         num_speculative_tokens: K, at most the proposer's; 0 turns drafting off.
         prompt_lookup: false keeps copies of the text out of the trees.
+        correction: name of the correction of the drafts; the head's own if there is none.
         report: report drafts in every chunk and in `usage`; "trees" reports the tree of each step
             too, where drafts are trees.
     """
@@ -86,6 +87,7 @@ class SpeculationOptions(_Body):
     proposer: Name | None = None
     num_speculative_tokens: StrictInt | None = None
     prompt_lookup: StrictBool = True
+    correction: Name | None = None
     report: StrictBool | Literal["trees"] = False
 
 

@@ -118,7 +118,7 @@ class Service:
         """Return a request that is ready to run.
 
         Raises:
-            ApiError: the proposer, its number of drafts or the grammar is refused.
+            ApiError: the proposer, its number of drafts, its correction or the grammar is refused.
         """
         if not self.config.user_grammars:
             refuse_grammars(body)
@@ -151,7 +151,19 @@ class Service:
                 f"speculation.num_speculative_tokens is {k}; expected 0 (no drafts) to {most}.",
                 param="speculation.num_speculative_tokens",
             )
+        known, correction = info.corrections.get(name, ()), asked.correction
+        if correction not in (None, *known):
+            expected = (
+                f"one of: {', '.join(known)}" if known else "none, as the server has no other"
+            )
+            raise ApiError(
+                400,
+                f"speculation.correction is {short_repr(correction)}; expected {expected}.",
+                param="speculation.correction",
+            )
         changes: dict[str, Any] = {} if asked.prompt_lookup else {"prompt_lookup": False}
+        if correction is not None:
+            changes["correction"] = correction
         return name, changes if k is None else changes | {"num_speculative_tokens": k}
 
     # ---- texts as token ids ---------------------------------------------------------------------

@@ -101,6 +101,7 @@ class ProposerInput:
         context_starts_B: first drafter slot of each sequence that may be looked at; None: all.
         constraint: which tokens of chains may be drafted; None: all.
         beam_constraint: which nodes of an EAGLE-3 head's trees may be drafted; None: all.
+        corrections: number of each sequence's correction, where the head has several.
     """
 
     tokens_T: Tensor
@@ -118,6 +119,7 @@ class ProposerInput:
     context_starts_B: Tensor | None = None
     constraint: DraftConstraint | None = None
     beam_constraint: BeamConstraint | None = None
+    corrections: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +129,12 @@ class TreeSlots:
     Attributes:
         logits_KV: the head's own, in the draft vocabulary.
         states_KW: their `DraftCorrection.start`; None for a head without a correction.
+        which_1: the number of their correction; None where there are not several.
     """
 
     logits_KV: Tensor
     states_KW: Tensor | None
+    which_1: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +330,11 @@ class HeadProposer:
         return batch, on.run(batch, hidden_SD)
 
     def grow(
-        self, logits_NKV: Tensor, states_NKW: Tensor | None, depths_N: Tensor
+        self,
+        logits_NKV: Tensor,
+        states_NKW: Tensor | None,
+        depths_N: Tensor,
+        which_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return trees over the slots of sequences: token, parent row and score of each node.
 
@@ -334,6 +342,7 @@ class HeadProposer:
             logits_NKV: of the slots, the head's own.
             states_NKW: of the slots, from `DraftCorrection.start`; None without a correction.
             depths_N: as `best_first_trees` takes them.
+            which_N: the number of each sequence's correction; None where there are not several.
         """
         shape, correction = self.trees, self.drafter.correction
         assert shape is not None, "the head drafts chains"
@@ -343,12 +352,12 @@ class HeadProposer:
             if correction is None or states_NKW is None:
                 after = after_slots(logits_NKV, most, heat)
             else:
-                after = correction.tree_search(logits_NKV, states_NKW, ids, heat, most)
+                after = correction.tree_search(logits_NKV, states_NKW, ids, heat, most, which_N)
             grown = searched_trees(after, depths_N.tolist(), num_parallel_trees=w, max_nodes=most)
         else:
             children = None
             if correction is not None and states_NKW is not None:
-                children = correction.tree_children(logits_NKV, states_NKW, ids, heat)
+                children = correction.tree_children(logits_NKV, states_NKW, ids, heat, which_N)
             grown = best_first_trees(
                 logits_NKV,
                 depths_N,
@@ -571,17 +580,21 @@ class EagerDraft:
     def choose(self, hidden_NJD: Tensor, first: int) -> None:
         drafter, constraint = self._proposer.drafter, self._step.constraint
         logits_NJV = drafter.compute_logits(hidden_NJD)
-        correction, states_NJW = drafter.correction, None
+        correction, states_NJW, which_N = drafter.correction, None, None
         if correction is not None:
-            states_NJW = correction.start(drafter.normed(hidden_NJD))
+            if correction.has_choice:
+                corrections = [self._step.corrections[b] for b in self._order]
+                which_N = upload_ints(corrections, self._device)
+            states_NJW = correction.start(drafter.normed(hidden_NJD), which_N)
         if self._proposer.trees is not None:
-            self._trees = self._grow(logits_NJV, states_NJW)
+            self._trees = self._grow(logits_NJV, states_NJW, which_N)
             chains = [n for n, b in enumerate(self._order) if self._step.num_drawn[b]]
             if not chains:
                 return
             chains_N = upload_ints(chains, self._device)
             logits_NJV, constraint = logits_NJV[chains_N, : self._tokens_BK.shape[1]], None
             states_NJW = None if states_NJW is None else states_NJW[chains_N]
+            which_N = None if which_N is None else which_N[chains_N]
             sequences_N = self._order_N[chains_N]
         else:
             sequences_N = self._still_drafting(first)
@@ -593,7 +606,7 @@ class EagerDraft:
             logits_NV = logits_NJV[:, j]
             if correction is not None and states_NJW is not None and j:
                 tokens_N = self._tokens_BK[sequences_N, first + j - 1]
-                logits_NV = correction.add(logits_NV, states_NJW[:, j], tokens_N)
+                logits_NV = correction.add(logits_NV, states_NJW[:, j], tokens_N, which_N)
             mask_BV = None if constraint is None else constraint.mask(self._device)
             if mask_BV is not None:
                 mask_NV = mask_BV[sequences_N][:, self._proposer.target_ids]
@@ -613,11 +626,17 @@ class EagerDraft:
             lens = list(map(min, lens, constraint.lens))
         return Drafts(self._tokens_BK, lens, self._probs_BKV)
 
-    def _grow(self, logits_NKV: Tensor, states_NKW: Tensor | None) -> Drafts:
+    def _grow(
+        self, logits_NKV: Tensor, states_NKW: Tensor | None, which_N: Tensor | None
+    ) -> Drafts:
         """Return trees over the slots of the sequences that draft."""
-        grown = self._proposer.grow(logits_NKV, states_NKW, self._depths_N)
+        grown = self._proposer.grow(logits_NKV, states_NKW, self._depths_N, which_N)
         slots = {
-            b: TreeSlots(logits_NKV[n], None if states_NKW is None else states_NKW[n])
+            b: TreeSlots(
+                logits_NKV[n],
+                None if states_NKW is None else states_NKW[n],
+                None if which_N is None else which_N[n : n + 1],
+            )
             for n, b in enumerate(self._order)
         }
         return replace(self._of_trees(*grown), slots=slots)

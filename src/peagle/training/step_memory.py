@@ -10,11 +10,9 @@ Sizes: B rows, N positions of a row, T = B * N, E deeper elements of a segment's
 """
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -23,7 +21,7 @@ from torch.optim import Optimizer
 from peagle.data.batches import Batch, BatchStream, anchor_bound, map_tensors
 from peagle.data.features import HIDDEN_DTYPES, INDEX_NAME, Index, StoredDtype
 from peagle.disk import size_text
-from peagle.engine.memory_plan import device_name, free_and_total
+from peagle.engine.memory_plan import available_ram, device_name, free_and_total
 from peagle.engine.placement import resolve_dtype
 from peagle.errors import UserError
 from peagle.models.checkpoint.packed import Rounding
@@ -482,20 +480,6 @@ class Budget:
             free, where, share = available_ram(), "of memory available here", _RAM_SHARE
         size = own + int(free * share)
         return cls(size, f"{share:.0%} of the {size_text(free)} {where}", False)
-
-
-def available_ram() -> int:
-    """Return about how many bytes of main memory programs can still take."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        available = sizes["MemAvailable"]
-    except (OSError, KeyError, ValueError, IndexError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no container, or one without a limit
-        return available
 
 
 def choose_memory(

@@ -113,6 +113,11 @@ def _check_speculation(launch: VllmLaunch, installation: VllmInstallation) -> It
             f"draft_window is {config.draft_window}; vLLM takes the windows of a head from its "
             "config.json (layer_types, sliding_window). Leave it out."
         )
+    if config.corrections:
+        raise UserError(
+            f"correction {config.corrections[0][0]!r} was given; on vLLM a head has its own "
+            "correction alone. Leave --correction out, or take --engine peagle."
+        )
     if config.quantization is not None:
         raise UserError(
             f"quantization of the head is {config.quantization!r}; vLLM gets the head as it is "

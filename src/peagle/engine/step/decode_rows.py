@@ -37,6 +37,7 @@ class DecodeRows:
         draws_chain_B: 1 where drawn chains lead trees, else 0; int64.
         has_copies_B: 1 where copies of the text may be drafts, else 0; int64.
         num_predicted_B: tokens of the prediction; int64.
+        which_B: number of each sequence's correction; int64.
     """
 
     state: DecodeState
@@ -56,6 +57,7 @@ class DecodeRows:
     draws_chain_B: Tensor
     has_copies_B: Tensor
     num_predicted_B: Tensor
+    which_B: Tensor
 
     def nodes(self, field: int) -> Tensor:
         """Return one number of each node: parent's row, score, worth or cell."""

@@ -86,6 +86,7 @@ _INTS = (
     "draws_chain",  # 1 where drawn chains lead trees
     "has_copies",  # 1 where copies of the text may be drafts
     "num_predicted",  # tokens of the prediction
+    "correction",  # number of the one that drafts have
 )
 _FLOATS = ("temperature", "top_p", "min_p")
 
@@ -224,6 +225,7 @@ class DecodeBuffers:
             draws_chain_B=ints["draws_chain"],
             has_copies_B=ints["has_copies"],
             num_predicted_B=ints["num_predicted"],
+            which_B=ints["correction"],
         )
 
     def _drafts_of(self, k: int) -> Tensor:
@@ -334,6 +336,7 @@ class DecodeBuffers:
             "draws_chain": int(sequence.draws_chain),
             "has_copies": int(sequence.has_copies),
             "num_predicted": len(sequence.prediction),
+            "correction": sequence.correction,
         }
         ints = [fields[name] for name in _INTS]
         ints += stop_ids + [-1] * (num_stop_ids - len(stop_ids))
@@ -685,6 +688,8 @@ class CapturedDraft:
         self.draws = step.may_draw
         self._chain_BK = step.rows.drafts_BK
         self._walk: WalkScratch | None = None
+        has_choice = drafter.correction is not None and drafter.correction.has_choice
+        self._which_B = step.rows.which_B if has_choice else None
         if proposer.trees is not None:
             if config.is_parallel:
                 self._growth = TreeGrowth(drafter, proposer.trees, num_seqs, k, device)
@@ -794,10 +799,10 @@ class CapturedDraft:
         correction, states_NJW = drafter.correction, None
         logits_NJV = logits_RV.unflatten(0, (-1, num_columns))
         if correction is not None:
-            states_NJW = correction.start(drafter.normed(hidden_NJD))
+            states_NJW = correction.start(drafter.normed(hidden_NJD), self._which_B)
         if (trees := self._step.trees) is not None:
             depths_N = self._step.rows.state.num_draft_tokens_B
-            grown = self._growth(logits_NJV, states_NJW, depths_N)
+            grown = self._growth(logits_NJV, states_NJW, depths_N, self._which_B)
             if self.draws:
                 self._choose_chains(logits_NJV[:, : self._chain_BK.shape[1]], states_NJW, first)
             trees.write_trees(*grown, self._chain_BK if self.draws else None)
@@ -813,12 +818,13 @@ class CapturedDraft:
         if self._walk is not None:
             out_NJ = self._chain_BK[:, first : first + num_columns]
             given = logits_NJV, states_NJW, self._drafter.d2t
-            walk_chains(*given, correction.weights, self._walk, out_NJ)
+            walk_chains(*given, correction.weights, self._walk, out_NJ, self._which_B)
             return
         for j in range(num_columns):
             if j:
                 tokens_N = self._chain_BK[:, first + j - 1]
-                correct_logits(logits_NJV[:, j], states_NJW[:, j], tokens_N, correction.weights)
+                slot = logits_NJV[:, j], states_NJW[:, j], tokens_N
+                correct_logits(*slot, correction.weights, self._which_B)
             self._put(logits_NJV[:, j], slice(first + j, first + j + 1))
 
     def _put(self, logits_RV: Tensor, columns: slice) -> None:

@@ -45,13 +45,17 @@ class TreeGrowth:
         self._scores_BN = torch.zeros(num_seqs, nodes, device=device)
 
     def __call__(
-        self, logits_BKV: Tensor, states_BKW: Tensor | None, depths_B: Tensor
+        self,
+        logits_BKV: Tensor,
+        states_BKW: Tensor | None,
+        depths_B: Tensor,
+        which_B: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return token, parent row and score of each node, [B, N], until the next call."""
         drafter, shape, term = self._drafter, self._shape, None
         correction = drafter.correction
         if correction is not None and states_BKW is not None:
-            term = CorrectionTerm(states_BKW, *correction.weights, drafter.d2t)
+            term = CorrectionTerm(states_BKW, *correction.weights, drafter.d2t, which_B)
         grow_trees(
             logits_BKV,
             depths_B,

@@ -1,6 +1,7 @@
 """The corrected logits of one slot, and the walk over all slots with argmax drafts.
 
-The reference is `models.correction.DraftCorrection`.
+The reference is `models.correction.DraftCorrection`. Where it has several corrections, a program
+goes through those of its rows, from the least number to the greatest.
 
 Shapes: N rows (one a sequence), J slots, W width of the term, r its rank, V target and DV draft
 vocabulary, C chunks of a row.
@@ -74,6 +75,77 @@ def _load_weight(weight_ptr, v, is_token, rank, RANK: tl.constexpr):
 
 
 @triton.jit
+def _load_choice(which_ptr, n, is_row):
+    """Return the numbers of the corrections of rows, the least of them and the greatest."""
+    which = tl.load(which_ptr + n, mask=is_row, other=0)
+    least = tl.min(tl.where(is_row, which, 2147483647), 0)
+    return which, least.to(tl.int32), tl.max(which, 0).to(tl.int32)
+
+
+@triton.jit
+def _chosen_term(
+    n,
+    is_row,
+    draft,
+    states_ptr,
+    states_stride,
+    tokens_ptr,
+    down_ptr,
+    num_ids,
+    width,
+    rank,
+    which,
+    least,
+    most,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    """Return the term of rows behind drafts, each of its own correction, [ROWS, RANK]."""
+    term = tl.zeros((ROWS, RANK), dtype=tl.float32)
+    for number in range(least, most + 1):
+        term = _term(
+            n,
+            is_row & (which == number),  # the inner values of other rows are 0
+            draft + which * num_ids,
+            states_ptr,
+            states_stride,
+            tokens_ptr,
+            down_ptr + number * rank * width,
+            width,
+            rank,
+            term,
+            FIRST=0,
+            WIDTH=WIDTH,
+            RANK=RANK,
+        )
+    return term
+
+
+@triton.jit
+def _add_chosen(
+    logits,
+    term,
+    weight_ptr,
+    v,
+    is_token,
+    vocab_size,
+    rank,
+    which,
+    least,
+    most,
+    RANK: tl.constexpr,
+):
+    """Return the logits of some tokens with the terms of rows, each of its own correction."""
+    for number in range(least, most + 1):
+        own_ptr = weight_ptr + tl.cast(number, tl.int64) * vocab_size * rank
+        weight = _load_weight(own_ptr, v, is_token, rank, RANK=RANK)
+        own = tl.where((which == number)[:, None], term, 0.0)
+        logits += tl.dot(own.to(weight.dtype), weight, input_precision="ieee")
+    return logits
+
+
+@triton.jit
 def _greatest(logits, v, is_token):
     """Return the greatest logit of each row, and the first token that has it. NaN is none."""
     logits = tl.where(is_token[None, :] & (logits == logits), logits, -float("inf"))
@@ -90,6 +162,7 @@ def _correct_kernel(
     states_stride,
     drafts_ptr,
     drafts_stride,
+    which_ptr,
     tokens_ptr,
     down_ptr,
     weight_ptr,
@@ -102,6 +175,7 @@ def _correct_kernel(
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
+    HAS_CHOICE: tl.constexpr,
 ):
     """Add the term behind drafts to the logits of some tokens of a slot."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -110,23 +184,48 @@ def _correct_kernel(
     # Any token will do where the logits mean nothing.
     draft = tl.load(drafts_ptr + n.to(tl.int64) * drafts_stride, mask=is_row, other=0)
     draft = tl.minimum(tl.maximum(draft, 0), num_ids - 1)
-    term = _term(
-        n,
-        is_row,
-        draft,
-        states_ptr,
-        states_stride,
-        tokens_ptr,
-        down_ptr,
-        width,
-        rank,
-        tl.zeros((ROWS, RANK), dtype=tl.float32),
-        FIRST=0,
-        WIDTH=WIDTH,
-        RANK=RANK,
-    )
-    weight = _load_weight(weight_ptr, v, is_token, rank, RANK=RANK)
-    added = tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
+    if HAS_CHOICE:
+        which, least, most = _load_choice(which_ptr, n, is_row)
+        term = _chosen_term(
+            n,
+            is_row,
+            draft,
+            states_ptr,
+            states_stride,
+            tokens_ptr,
+            down_ptr,
+            num_ids,
+            width,
+            rank,
+            which,
+            least,
+            most,
+            ROWS=ROWS,
+            WIDTH=WIDTH,
+            RANK=RANK,
+        )
+        added = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+        added = _add_chosen(
+            added, term, weight_ptr, v, is_token, vocab_size, rank, which, least, most, RANK=RANK
+        )
+    else:
+        term = _term(
+            n,
+            is_row,
+            draft,
+            states_ptr,
+            states_stride,
+            tokens_ptr,
+            down_ptr,
+            width,
+            rank,
+            tl.zeros((ROWS, RANK), dtype=tl.float32),
+            FIRST=0,
+            WIDTH=WIDTH,
+            RANK=RANK,
+        )
+        weight = _load_weight(weight_ptr, v, is_token, rank, RANK=RANK)
+        added = tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
     at = logits_ptr + n.to(tl.int64)[:, None] * logits_stride + v[None, :]
     inside = is_row[:, None] & is_token[None, :]
     logits = tl.load(at, mask=inside, other=0)
@@ -146,6 +245,7 @@ def _walk_kernel(
     drafts_ptr,
     drafts_stride,
     d2t_ptr,
+    which_ptr,
     tokens_ptr,
     down_ptr,
     weight_ptr,
@@ -164,6 +264,7 @@ def _walk_kernel(
     IS_FIRST: tl.constexpr,
     IS_WIDE: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    HAS_CHOICE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Find the draft of the slot before, and the greatest corrected logit of a chunk of this slot.
@@ -182,11 +283,14 @@ def _walk_kernel(
     inside = is_row[:, None] & is_token[None, :]
     logits = tl.load(logits_at + v[None, :], mask=inside, other=0).to(tl.float32)
     if not IS_FIRST:
-        weight = _load_weight(weight_ptr, v, is_token, rank, RANK=RANK)
-        is_down = (r < rank)[None, :] & (w < width)[:, None]
-        down = tl.load(down_ptr + r[None, :] * width + w[:, None], mask=is_down, other=0)
-        state_at = states_ptr + row[:, None] * states_stride + w[None, :]
-        state = tl.load(state_at, mask=is_inner, other=0).to(tl.float32)
+        if HAS_CHOICE:
+            which, least, most = _load_choice(which_ptr, n, is_row)
+        else:
+            weight = _load_weight(weight_ptr, v, is_token, rank, RANK=RANK)
+            is_down = (r < rank)[None, :] & (w < width)[:, None]
+            down = tl.load(down_ptr + r[None, :] * width + w[:, None], mask=is_down, other=0)
+            state_at = states_ptr + row[:, None] * states_stride + w[None, :]
+            state = tl.load(state_at, mask=is_inner, other=0).to(tl.float32)
         if OVERLAPS:
             gdc_wait()
     if OVERLAPS:
@@ -201,12 +305,8 @@ def _walk_kernel(
         if tl.program_id(1) == 0:
             tl.store(drafts_ptr + row * drafts_stride, draft, mask=is_row)
         draft = tl.minimum(draft, num_ids - 1)
-        token_at = tokens_ptr + draft[:, None] * width + w[None, :]
-        inner = state + tl.load(token_at, mask=is_inner, other=0).to(tl.float32)
-        inner = inner / (1 + tl.exp(-inner))
-        term = tl.dot(inner.to(down.dtype), down, input_precision="ieee")
-        if IS_WIDE:
-            term = _term(
+        if HAS_CHOICE:
+            term = _chosen_term(
                 n,
                 is_row,
                 draft,
@@ -214,14 +314,51 @@ def _walk_kernel(
                 states_stride,
                 tokens_ptr,
                 down_ptr,
+                num_ids,
                 width,
                 rank,
-                term,
-                FIRST=WIDTH,
+                which,
+                least,
+                most,
+                ROWS=ROWS,
                 WIDTH=WIDTH,
                 RANK=RANK,
             )
-        logits += tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
+            logits = _add_chosen(
+                logits,
+                term,
+                weight_ptr,
+                v,
+                is_token,
+                vocab_size,
+                rank,
+                which,
+                least,
+                most,
+                RANK=RANK,
+            )
+        else:
+            token_at = tokens_ptr + draft[:, None] * width + w[None, :]
+            inner = state + tl.load(token_at, mask=is_inner, other=0).to(tl.float32)
+            inner = inner / (1 + tl.exp(-inner))
+            term = tl.dot(inner.to(down.dtype), down, input_precision="ieee")
+            if IS_WIDE:
+                term = _term(
+                    n,
+                    is_row,
+                    draft,
+                    states_ptr,
+                    states_stride,
+                    tokens_ptr,
+                    down_ptr,
+                    width,
+                    rank,
+                    term,
+                    FIRST=WIDTH,
+                    WIDTH=WIDTH,
+                    RANK=RANK,
+                )
+            logits += tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
     greatest, place = _greatest(logits, v, is_token)
     for _ in range(1, TILES):
         v += TOKENS
@@ -229,8 +366,23 @@ def _walk_kernel(
         inside = is_row[:, None] & is_token[None, :]
         logits = tl.load(logits_at + v[None, :], mask=inside, other=0).to(tl.float32)
         if not IS_FIRST:
-            weight = _load_weight(weight_ptr, v, is_token, rank, RANK=RANK)
-            logits += tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
+            if HAS_CHOICE:
+                logits = _add_chosen(
+                    logits,
+                    term,
+                    weight_ptr,
+                    v,
+                    is_token,
+                    vocab_size,
+                    rank,
+                    which,
+                    least,
+                    most,
+                    RANK=RANK,
+                )
+            else:
+                weight = _load_weight(weight_ptr, v, is_token, rank, RANK=RANK)
+                logits += tl.dot(term.to(weight.dtype), weight, input_precision="ieee")
         best, found = _greatest(logits, v, is_token)
         place = tl.where((best > greatest) | (place == 2147483647), found, place)
         greatest = tl.maximum(greatest, best)
@@ -244,6 +396,7 @@ def correct_logits(
     states_NW: Tensor,
     drafts_N: Tensor,
     weights: tuple[Tensor, Tensor, Tensor],
+    which_N: Tensor | None = None,
 ) -> None:
     """logits += weight @ down @ silu(states + tokens[drafts]), in place. One launch.
 
@@ -252,10 +405,11 @@ def correct_logits(
         states_NW: of the slot, any stride between rows.
         drafts_N: int64, drafted by the slot before, target ids, any stride.
         weights: `DraftCorrection.weights`.
+        which_N: int64, the number of each row's correction; None where there are not several.
     """
     tokens_VW, down_rW, _ = weights
     num_rows, vocab_size = logits_NV.shape
-    rank, width = down_rW.shape
+    rank, width = down_rW.shape[-2:]
     assert logits_NV.stride(1) == states_NW.stride(1) == 1, "kernels step over whole rows"
     assert all(x.is_contiguous() for x in weights)
     launch(
@@ -267,9 +421,10 @@ def correct_logits(
         states_NW.stride(0),
         drafts_N,
         drafts_N.stride(0),
+        drafts_N if which_N is None else which_N,
         *weights,
         num_rows,
-        len(tokens_VW),
+        tokens_VW.shape[-2],
         vocab_size,
         width,
         rank,
@@ -277,6 +432,7 @@ def correct_logits(
         TOKENS=_TOKENS,
         WIDTH=_WIDTH,
         RANK=max(16, power_of_two(rank)),
+        HAS_CHOICE=which_N is not None,
         num_warps=4,
     )
 
@@ -291,7 +447,7 @@ class WalkScratch:
     @classmethod
     def allocate(cls, num_rows: int, weights: tuple[Tensor, Tensor, Tensor]) -> Self:
         """Allocate buffers for N rows; `weights` are those of `walk_chains`."""
-        device, vocab_size = weights[2].device, len(weights[2])
+        device, vocab_size = weights[2].device, weights[2].shape[-2]
         tile = _WalkTile.of(weights)
         shape = 2, num_rows, triton.cdiv(vocab_size, tile.num_tokens * tile.num_tiles)
         return cls(
@@ -312,12 +468,12 @@ class _WalkTile:
     def of(cls, weights: tuple[Tensor, Tensor, Tensor]) -> Self:
         """Return up to 512 tokens, whose weights take at most a third of the shared memory."""
         _, down_rW, weight_Vr = weights
-        rank, width = down_rW.shape
+        rank, width = down_rW.shape[-2:]
         shared_bytes = DeviceLimits.of(weight_Vr.device).shared_bytes
         row_bytes = max(16, power_of_two(rank)) * weight_Vr.element_size()
         num_values = power_of_two(shared_bytes // 3 + 1) // 2 // row_bytes
         num_tokens = min(512, max(64, num_values))
-        num_tiles = triton.cdiv(len(weight_Vr), num_tokens * _MOST_CHUNKS)
+        num_tiles = triton.cdiv(weight_Vr.shape[-2], num_tokens * _MOST_CHUNKS)
         return cls(num_tokens, min(power_of_two(width), max(32, num_values // 2)), num_tiles)
 
 
@@ -328,6 +484,7 @@ def walk_chains(
     weights: tuple[Tensor, Tensor, Tensor],
     scratch: WalkScratch,
     out_NJ: Tensor,
+    which_N: Tensor | None = None,
 ) -> None:
     """Choose argmax drafts slot after slot, each corrected by the drafts before it.
 
@@ -342,10 +499,11 @@ def walk_chains(
         weights: `DraftCorrection.weights`.
         scratch: for so many rows.
         out_NJ: int64, any strides; takes target ids.
+        which_N: int64, the number of each row's correction; None where there are not several.
     """
     tokens_VW, down_rW, weight_Vr = weights
     num_rows, num_slots, vocab_size = logits_NJV.shape
-    rank, width = down_rW.shape
+    rank, width = down_rW.shape[-2:]
     num_chunks = scratch.max_2NC.shape[2]
     assert logits_NJV.stride(2) == states_NJW.stride(2) == 1, "kernels step over whole rows"
     assert all(x.is_contiguous() for x in weights)
@@ -367,9 +525,10 @@ def walk_chains(
             out_NJ[:, max(j - 1, 0)],
             out_NJ.stride(0),
             scratch.argmax_2NC if d2t is None else d2t,
+            out_NJ if which_N is None else which_N,
             *weights,
             num_rows,
-            len(tokens_VW),
+            tokens_VW.shape[-2],
             vocab_size,
             width,
             rank,
@@ -383,6 +542,7 @@ def walk_chains(
             IS_FIRST=not j,
             IS_WIDE=width > tile.width,
             HAS_MAP=d2t is not None,
+            HAS_CHOICE=which_N is not None,
             OVERLAPS=overlaps,
             num_warps=8,
             **({"launch_pdl": True} if overlaps and j else {}),

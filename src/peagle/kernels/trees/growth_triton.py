@@ -141,6 +141,7 @@ def _grow_kernel(
     down_ptr,
     weight_ptr,
     d2t_ptr,
+    which_ptr,
     scores_ptr,
     out_tokens_ptr,
     out_parents_ptr,
@@ -149,6 +150,8 @@ def _grow_kernel(
     num_roots,
     num_candidates,
     inverse_temperature,
+    num_ids,
+    vocab_size,
     width,
     rank,
     N: tl.constexpr,
@@ -158,6 +161,7 @@ def _grow_kernel(
     RANK: tl.constexpr,
     IS_CORRECTED: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    HAS_CHOICE: tl.constexpr,
 ):
     """Grow the tree of one sequence: N times, add the best child that any row does not have yet.
 
@@ -168,6 +172,11 @@ def _grow_kernel(
     first_slot = b * num_slots
     c, row = tl.arange(0, C), tl.arange(0, ROWS)
     scores_ptr += b.to(tl.int64) * ROWS * C
+    if HAS_CHOICE:
+        which = tl.load(which_ptr + b)
+        embedded_ptr += which * num_ids * width
+        down_ptr += which * rank * width
+        weight_ptr += which * vocab_size * rank
     if IS_CORRECTED:
         r, w = tl.arange(0, RANK), tl.arange(0, WIDTH)
         down_inside = (r < rank)[:, None] & (w < width)[None, :]
@@ -282,8 +291,9 @@ class CorrectionTerm:
 
     Attributes:
         states_BKW: of the slots.
-        tokens_VW, down_rW, weight_Vr: its weights.
+        tokens_VW, down_rW, weight_Vr: its weights; of several with a first dimension.
         d2t: target id - draft id; None where both vocabularies are one.
+        which_B: int64, the number of each sequence's correction; None where there are not several.
     """
 
     states_BKW: Tensor
@@ -291,6 +301,7 @@ class CorrectionTerm:
     down_rW: Tensor
     weight_Vr: Tensor
     d2t: Tensor | None
+    which_B: Tensor | None = None
 
 
 def find_candidates(logits_BKV: Tensor, scratch: GrowthScratch, temperature: float) -> None:
@@ -366,7 +377,7 @@ def grow_trees(
     c, max_nodes = scratch.logits_RC.shape[1], tokens_BN.shape[1]
     assert all(x.is_contiguous() for x in (tokens_BN, parents_BN, scores_BN)) and max_nodes < c
     find_candidates(logits_BKV, scratch, temperature)
-    rank, width = (0, 0) if term is None else term.down_rW.shape
+    rank, width = (0, 0) if term is None else term.down_rW.shape[-2:]
     states_KW = scratch.logits_RC if term is None else term.states_BKW.flatten(0, 1)
     launch(
         _grow_kernel,
@@ -381,6 +392,7 @@ def grow_trees(
         scratch.logits_RC if term is None else term.down_rW,
         scratch.logits_RC if term is None else term.weight_Vr,
         scratch.tokens_RC if term is None or term.d2t is None else term.d2t,
+        depths_B if term is None or term.which_B is None else term.which_B,
         scratch.scores_BJC,
         tokens_BN,
         parents_BN,
@@ -389,6 +401,8 @@ def grow_trees(
         min(num_parallel_trees, max_nodes, vocab_size),
         min(c, vocab_size),
         1.0 / temperature,
+        0 if term is None else term.tokens_VW.shape[-2],
+        vocab_size,
         width,
         rank,
         N=max_nodes,
@@ -398,5 +412,6 @@ def grow_trees(
         RANK=power_of_two(rank),
         IS_CORRECTED=term is not None,
         HAS_MAP=term is not None and term.d2t is not None,
+        HAS_CHOICE=term is not None and term.which_B is not None,
         num_warps=1 if term is None else 8,
     )

@@ -11,6 +11,7 @@ from peagle.models.checkpoint.correction import (
     find_correction,
     head_identity,
     load_correction,
+    load_corrections,
     read_correction,
     save_correction,
 )

@@ -7,7 +7,7 @@ file that does, and refuses a head with tensors that it does not know.
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,69 @@ def load_correction(folder: str | Path, drafter: Drafter) -> DraftCorrection | N
     return DraftCorrection(correction, drafter.embed_tokens.weight, weight)
 
 
+def load_corrections(
+    folder: str | Path,
+    drafter: Drafter,
+    named: Mapping[str, str],
+    *,
+    with_own: bool,
+    check_bytes: Callable[[int], None],
+) -> DraftCorrection:
+    """Return several corrections of the head in `folder`, ready for `drafter`.
+
+    Number 0 is the one beside the head. If there is none, or without `with_own`, number 0 changes
+    nothing.
+
+    Args:
+        named: the numbers 1, 2, ... by name: a file, or the folder with it.
+        check_bytes: takes the size of all tables before they are made.
+
+    Raises:
+        CheckpointError: as `read_correction`; a file is missing, or ranks or widths differ.
+    """
+    config, weight = drafter.config, drafter.lm_head.weight
+    own = read_correction(folder, config) if with_own else None
+    found = {} if own is None else {"beside the head": own}
+    for name, source in named.items():
+        path = Path(source).expanduser()
+        path = path / CORRECTION_NAME if path.is_dir() else path
+        try:
+            found[repr(name)] = _read_of_head(path, folder, config)
+        except CheckpointError as error:
+            remedy = "Name one that was fitted on this head, or leave it out."
+            text = str(error).replace(_REMEDY, remedy)
+            raise CheckpointError(f"The correction {name!r}: {text}") from None
+    first = next(iter(found))
+    rank, width = found[first].rank, found[first].width
+    for name, one in found.items():
+        if (one.rank, one.width) != (rank, width):
+            raise CheckpointError(
+                f"The correction {name} has rank {one.rank} and width {one.width}; expected "
+                f"{rank} and {width}, as the correction {first}. Fit it again with these."
+            )
+    every = list(found.values())
+    if own is None:
+        every = [_without_effect(config.hidden_size, rank, width), *every]
+    num_values = sum(
+        (config.vocab_size + config.hidden_size + rank) * width
+        + config.draft_vocab_size * rank
+        + one.slots.numel()
+        for one in every
+    )
+    check_bytes(num_values * weight.dtype.itemsize)
+    for one in every:
+        one.to(weight.device, weight.dtype)
+    return DraftCorrection(every, drafter.embed_tokens.weight, weight)
+
+
+def _without_effect(hidden_size: int, rank: int, width: int) -> Correction:
+    """Return a correction whose term is 0."""
+    correction = Correction(hidden_size, rank=rank, width=width, num_slots=1)
+    for parameter in correction.parameters():
+        torch.nn.init.zeros_(parameter)
+    return correction
+
+
 def read_correction(folder: str | Path, config: DrafterConfig) -> Correction | None:
     """Return the correction beside the head in `folder`, as it is stored; None without one.
 
@@ -143,12 +206,16 @@ def read_correction(folder: str | Path, config: DrafterConfig) -> Correction | N
     Raises:
         CheckpointError: it is another head's, of other sizes, or not readable.
     """
-    if (path := find_correction(folder)) is None:
-        return None
+    path = find_correction(folder)
+    return None if path is None else _read_of_head(path, folder, config)
+
+
+def _read_of_head(path: Path, folder: str | Path, config: DrafterConfig) -> Correction:
+    """Return the correction in a file, of the head in `folder`."""
     if not config.is_parallel:
         raise CheckpointError(
-            f"{str(path)!r} lies beside an EAGLE-3 head, whose drafts see each other; expected a "
-            f"P-EAGLE head. {_REMEDY}"
+            f"{str(path)!r}: {str(folder)!r} is an EAGLE-3 head, whose drafts see each other; "
+            f"expected a P-EAGLE head. {_REMEDY}"
         )
     tensors, facts = _read(path)
     if (form := facts.get("form", _FORM)) != _FORM:
@@ -166,11 +233,12 @@ def read_correction(folder: str | Path, config: DrafterConfig) -> Correction | N
     own, fitted = head_identity(folder, config), facts.get("head")
     if not isinstance(fitted, dict):
         raise CheckpointError(f"{str(path)!r}: head is {fitted!r}; expected an object. {_REMEDY}")
+    head = "the head beside it" if path.parent == Path(folder) else f"the head {str(folder)!r}"
     for name, value in own.items():
         if fitted.get(name) != value:
             raise CheckpointError(
-                f"{str(path)!r} was fitted on a head with {name} {fitted.get(name)!r}; the head "
-                f"beside it has {value!r}. {_REMEDY}"
+                f"{str(path)!r} was fitted on a head with {name} {fitted.get(name)!r}; {head} has "
+                f"{value!r}. {_REMEDY}"
             )
     if (size := correction.up.out_features) != config.hidden_size:
         raise CheckpointError(
