@@ -71,13 +71,19 @@ def acceptance_intervals(
 
 
 def paired_difference(
-    one_N2: Counts, other_N2: Counts, *, resamples: int = RESAMPLES, seed: int = 0
+    one_N2: Counts,
+    other_N2: Counts,
+    *,
+    level: float = _LEVEL,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
 ) -> tuple[float, Interval | None]:
     """Return the difference of two ratios on the same clusters, and its paired interval.
 
     sum(one[:, 0]) / sum(one[:, 1]) - sum(other[:, 0]) / sum(other[:, 1]). Each resample draws
     clusters once for both, which cancels the difficulty that a request has for both. The interval
-    is None below 5 clusters. Row n of both arrays has numerator and denominator of cluster n.
+    is None below 5 clusters. Row n of both arrays has numerator and denominator of cluster n; rows
+    of zeros in one of them part the clusters between both.
     """
     values_N4 = np.concatenate([one_N2, other_N2], axis=1)
 
@@ -89,7 +95,7 @@ def paired_difference(
     if len(values_N4) < MIN_CLUSTERS:
         return found, None
     drawn_R = difference(_resampled_sums(values_N4, resamples, seed))
-    return found, _interval(drawn_R[np.isfinite(drawn_R)], len(values_N4), ())
+    return found, _interval(drawn_R[np.isfinite(drawn_R)], len(values_N4), (), level)
 
 
 def _resampled_sums(values_NJ: Counts, resamples: int, seed: int) -> Counts:
@@ -105,7 +111,10 @@ def _resampled_sums(values_NJ: Counts, resamples: int, seed: int) -> Counts:
 
 
 def _interval(
-    values_R: NDArray[np.float64], num_clusters: int, ends: tuple[float, ...] = (0, 1)
+    values_R: NDArray[np.float64],
+    num_clusters: int,
+    ends: tuple[float, ...] = (0, 1),
+    level: float = _LEVEL,
 ) -> Interval | None:
     """Return percentiles of the values; None for few clusters, or where all values are at one end.
 
@@ -113,7 +122,7 @@ def _interval(
     """
     if num_clusters < MIN_CLUSTERS or any((values_R == end).all() for end in ends):
         return None
-    quantile = student_quantile((1 + _LEVEL) / 2, num_clusters - 1)
+    quantile = student_quantile((1 + level) / 2, num_clusters - 1)
     tail = NormalDist().cdf(-sqrt(num_clusters / (num_clusters - 1)) * quantile)
     low, high = np.quantile(values_R, [tail, 1 - tail])
     return float(low), float(high)
