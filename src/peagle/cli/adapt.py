@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shlex
 import signal
 import sys
 from collections.abc import Mapping
@@ -31,6 +33,7 @@ from peagle.errors import UserError
 from peagle.models.head_json import default_k
 
 if TYPE_CHECKING:
+    from peagle.client.api import ApiClient
     from peagle.data.prepare import Collected
     from peagle.data.traffic import RecordedTurn
     from peagle.evaluation.adaptation import AcceptanceChange, OwnOutputs
@@ -47,7 +50,12 @@ The head too, on encrypted records, with data that it was trained on against for
 A report whether or not the head passes; a bound on memory, as in `peagle train`:
   peagle adapt ./head --target ./Qwen3-0.6B --traffic traffic --output adapted \\
       --report report.json --set run.memory_gib=20
+
+On trial in a running server, whose --allow-heads names the folder `heads`:
+  peagle adapt ./head --target ./Qwen3-0.6B --traffic traffic --output heads/adapted \\
+      --serve http://127.0.0.1:8000 --admin-key-file admin.key
 """
+_ADMIN_KEY = "PEAGLE_ADMIN_KEY"
 REFUSED = 3  # exit status
 _HELD_OUT_SHARE = 0.1
 _VALIDATION_SHARE = 0.1  # of what is trained on; chooses the best step
@@ -107,6 +115,27 @@ class AdaptOptions:
     report: Path | None = typer.Option(
         None, metavar="FILE", help="Write the result there as JSON, also if the head is refused."
     )
+    serve: str | None = typer.Option(
+        None,
+        metavar="URL",
+        help="Running server that takes the new head, if it passes; its --allow-heads has to "
+        "contain --output.",
+        show_default="no server takes it",
+    )
+    admin_key_file: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help=f"File whose first key is one of that server's --admin-key-file; {_ADMIN_KEY} may "
+        "hold the key instead.",
+        show_default=False,
+    )
+    trial_requests: int = typer.Option(
+        500,
+        min=0,
+        max=100_000,
+        help="Number of requests that the new head serves there on trial, in turns with the old "
+        "one; 0 swaps at once.",
+    )
     output_format: Format = OutputFormat.TEXT
 
 
@@ -130,6 +159,12 @@ def adapt(given: Given, options: AdaptOptions) -> None:
     with ProgressLine("step") as line:
         data = _read(options, plan, line)
         result = _adapt(options, plan, data, line)
+    not_served: UserError | None = None
+    if plan.server is not None and result["head"]:
+        try:
+            result["served"] = _serve(plan.server, options)
+        except UserError as error:
+            not_served = error
     if options.report is not None:
         options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -140,6 +175,8 @@ def adapt(given: Given, options: AdaptOptions) -> None:
     if result["refusal"]:
         print(f"peagle: refused: {result['refusal']}", file=sys.stderr)
         raise typer.Exit(REFUSED)
+    if not_served is not None:
+        raise not_served
 
 
 # ---- the plan and the data ------------------------------------------------------------------
@@ -147,7 +184,7 @@ def adapt(given: Given, options: AdaptOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AdaptPlan:
-    """The models, found, and the cipher of the records."""
+    """The models, found, the cipher of the records, and the server that takes the new head."""
 
     head: Path
     target: Path
@@ -155,6 +192,7 @@ class AdaptPlan:
     engine: EngineConfig
     engine_options: dict[str, Any]
     cipher: Any
+    server: ApiClient | None
 
 
 def _plan(given: Given, options: AdaptOptions) -> AdaptPlan:
@@ -174,6 +212,11 @@ def _plan(given: Given, options: AdaptOptions) -> AdaptPlan:
     require_writable_folder(output, "--output")
     if options.report is not None:
         require_writable_file(options.report, "--report")
+        if options.report.resolve().is_relative_to(output.resolve()):
+            raise UserError(
+                f"--report {str(options.report)!r} is in --output, which is made for a head that "
+                "passes alone; name a file elsewhere."
+            )
     if old is None and options.what == "head" and options.old_share:
         raise UserError(
             "--what head trains all of the head and --old was not given; expected data of what it "
@@ -186,6 +229,7 @@ def _plan(given: Given, options: AdaptOptions) -> AdaptPlan:
     RecordFolder(options.traffic)
     check_paths(options.target, options.head)
     cipher = read_cipher(options.record_key_file) if options.record_key_file else None
+    server = _find_server(options)
     settings = Settings(Layer(dict(given)))
     engine = settings.build("engine")
     from peagle.models.loading import resolve_model
@@ -197,7 +241,7 @@ def _plan(given: Given, options: AdaptOptions) -> AdaptPlan:
 
     k = default_k(check_adaptable(head, options.what).trained_depth)
     own = {name: asdict(engine)[name] for name in settings.section("engine")}
-    return AdaptPlan(head, target, k, engine, own | TARGET_DEFAULTS, cipher)
+    return AdaptPlan(head, target, k, engine, own | TARGET_DEFAULTS, cipher, server)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +353,7 @@ def _adapt(
         "steps": {},
         "held_out": None,
         "old": None,
+        "served": None,
     }
     before, own = _measure(plan, plan.head, data, "the old head", line, with_test=True)
     result["own_outputs"] = asdict(own)
@@ -381,6 +426,74 @@ def _measure(
     return found, own
 
 
+# ---- a server that takes the head -----------------------------------------------------------
+
+_PATH = "/admin/head"
+
+
+def _find_server(options: AdaptOptions) -> ApiClient | None:
+    """Return the server of --serve; refuse one that would not take a head, before the work."""
+    if options.serve is None:
+        if options.admin_key_file is not None:
+            raise UserError("--admin-key-file was given; expected --serve URL with it.")
+        return None
+    from peagle.client.api import ApiClient
+    from peagle.serving.keys import read_keys
+
+    file = options.admin_key_file
+    key = read_keys({}, file)[0] if file is not None else os.environ.get(_ADMIN_KEY)
+    if not key:
+        raise UserError(
+            f"--serve {options.serve!r} needs a key of the server's --admin-key-file; give it with "
+            f"--admin-key-file FILE, or in the variable {_ADMIN_KEY}."
+        )
+    server = ApiClient(options.serve, key, option="--serve")
+    _call(server, "GET")
+    return server
+
+
+def _serve(server: ApiClient, options: AdaptOptions) -> dict[str, Any]:
+    """Hand the new head to the server; return what it told."""
+    body: dict[str, Any] = {"head": str(options.output.resolve())}
+    if options.trial_requests:
+        body["trial"] = {"requests": options.trial_requests}
+    try:
+        return _call(server, "POST", body)
+    except UserError as error:
+        raise UserError(f"{error} The new head stays in {str(options.output)!r}.") from None
+
+
+def _call(server: ApiClient, method: str, body: Any = None) -> dict[str, Any]:
+    from peagle.client.answers import error_message
+
+    reply = server.call(method, _PATH, body)
+    if reply.status == 200:
+        return server.json_object(reply.body)
+    message = error_message(reply.body)
+    remedy = {
+        401: f" Give another key with --admin-key-file, or in {_ADMIN_KEY}.",
+        404: " Start it with --admin-key-file and --allow-heads.",
+    }
+    raise UserError(
+        f"{server.url} refused {method} {_PATH} ({reply.status}: {message})."
+        + remedy.get(reply.status, "")
+    )
+
+
+def _told(served: Mapping[str, Any], options: AdaptOptions) -> str:
+    """Return what the server does with the head, and how to look at it."""
+    version = f"{options.serve} serves it as version {served['head']['version']}"
+    if served.get("trial") is None:
+        return version
+    assert options.serve is not None
+    url, file = options.serve.rstrip("/").removesuffix("/v1") + _PATH, options.admin_key_file
+    key = f"${_ADMIN_KEY}" if file is None else f"$(head -n 1 {shlex.quote(str(file))})"
+    return (
+        f"{version}, on trial for {options.trial_requests} requests; look:\n"
+        f'  curl {url} -H "Authorization: Bearer {key}"'
+    )
+
+
 def _text(result: Mapping[str, Any], options: AdaptOptions) -> str:
     """Return the figures as a table, and where the head is."""
     lines = []
@@ -400,7 +513,10 @@ def _text(result: Mapping[str, Any], options: AdaptOptions) -> str:
             )
     if result["head"]:
         serve = f"{command_prefix()} serve {options.target} --draft {result['head']}"
-        lines.append(f"the new head is in {result['head']}; serve it:\n  {serve}")
+        if (served := result["served"]) is None:
+            lines.append(f"the new head is in {result['head']}; serve it:\n  {serve}")
+        else:
+            lines.append(f"the new head is in {result['head']}; {_told(served, options)}")
     else:
         lines.append("no head was written")
     return "\n".join(lines)
