@@ -147,19 +147,15 @@ class HeadSwaps:
                 engine.slice = part
             while not trial.is_full(part) or time.monotonic() - began < _TURN_TIMES * turn_s:
                 await asyncio.sleep(_LOOK_EVERY_S)
-                if trial.is_stopped:
-                    return "It was ended by hand."
-                if ended := [engine for engine in engines if engine.end]:
-                    return f"Engine {ended[0].number} {ended[0].end} during the trial."
-                if not await asyncio.to_thread(folder.is_dir):
-                    return "The folder of the new head was deleted during the trial."
+                if fault := await _find_fault(trial, folder, engines):
+                    return fault
             trial.add(part, time.monotonic() - began, is_new=is_new)
             if trial.is_due:
                 await asyncio.to_thread(trial.look)
                 if trial.is_worse:
                     return f"It drafts worse: {trial.verdict()}."
-            if trial.has_all:
-                return ""
+            if trial.has_all:  # engines may have ended during a look
+                return await _find_fault(trial, folder, engines)
             if trial.is_new_next != is_new:
                 is_new, before = not is_new, time.monotonic()
                 await self._turn(trial, engines, is_new=is_new)
@@ -207,3 +203,13 @@ class HeadSwaps:
 
     def _allows(self, path: Path) -> bool:
         return any(path.is_relative_to(folder) for folder in self._folders)
+
+
+async def _find_fault(trial: HeadTrial, folder: Path, engines: list[EngineProcess]) -> str:
+    """Return why a trial cannot go on, a sentence; "" if it can."""
+    is_there = await asyncio.to_thread(folder.is_dir)
+    if trial.is_stopped:
+        return "It was ended by hand."
+    if ended := [engine for engine in engines if engine.end]:
+        return f"Engine {ended[0].number} {ended[0].end} during the trial."
+    return "" if is_there else "The folder of the new head was deleted during the trial."
