@@ -10,7 +10,10 @@ them for the slower head.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from peagle.engine.outputs import StreamChunk
+from peagle.intervals import Counts, paired_difference
 from peagle.results import Interval
 from peagle.serving.metrics import ServedHead
 
@@ -121,10 +124,6 @@ class HeadTrial:
 
     def look(self) -> None:
         """Compare the heads, if both have requests enough."""
-        import numpy as np
-
-        from peagle.evaluation.intervals import Counts, paired_difference
-
         new, old = self.new.counts, self.old.counts
         if min(len(new), len(old)) < _MIN_REQUESTS:
             return

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.evaluation.intervals import (
+from peagle.intervals import (
     MIN_CLUSTERS,
     acceptance_intervals,
     paired_difference,
