@@ -7,11 +7,13 @@ import random
 import secrets
 import shutil
 import signal
+import threading
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -161,6 +163,9 @@ MISTAKES = {
     "old": (["--old", "x.jsonl"], "expected a .safetensors file that `peagle data prepare`"),
     "seed": (["--seed", 1 << 63], "or equal to 92233"),
     "set": (["--set", "run.sed=1"], "run.sed is not a known key"),
+    "key": (["--serve", "http://a"], "needs a key of the server's --admin-key-file"),
+    "no server": (["--admin-key-file", "key"], "expected --serve URL with it"),
+    "trial": (["--trial-requests", -1], "greater than or equal to 0"),
 }
 
 
@@ -173,6 +178,113 @@ def test_mistakes_are_told(
     result = on_tiny(peagle, pair, tmp_path, *options)
     assert result.status == 2 and text in result.err, result.err
     assert [path.name for path in tmp_path.iterdir()] == ["traffic"]
+
+
+def test_a_report_in_the_output_is_refused(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:
+    result = on_tiny(peagle, pair, tmp_path, "--report", tmp_path / "new" / "report.json")
+    assert result.status == 2 and "is in --output" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- a server that takes the head ---------------------------------------------------------------
+
+ADMIN = "b" * 24
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """Takes a head from the holder of the key, as `peagle serve` does, unless it has been told."""
+
+    bodies: ClassVar[list[dict[str, Any]]] = []
+    refusal = 0
+
+    def do_GET(self) -> None:
+        self.answer({})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append(body)
+        self.answer({"head": {"name": "new", "version": 2}, "trial": body.get("trial")})
+
+    def answer(self, facts: dict[str, Any]) -> None:
+        has_key = self.headers["Authorization"] == f"Bearer {ADMIN}"
+        status = (self.refusal if facts else 0) or (200 if has_key else 401)
+        if self.path != "/admin/head":
+            status = 404
+        raw = json.dumps(facts if status == 200 else {"error": {"message": "No."}}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(FakeServer, "bodies", [])
+    monkeypatch.setattr("peagle.evaluation.adaptation.refusal", lambda *_: "")
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeServer) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refusal", [0, 409])
+def test_a_server_takes_the_new_head(
+    peagle: Peagle,
+    pair: Pair,
+    tmp_path: Path,
+    unchecked: None,
+    server: str,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: int,
+) -> None:
+    record(tmp_path / "traffic", pair.target, some(110))
+    monkeypatch.setattr(FakeServer, "refusal", refusal)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "key").write_text(ADMIN + "\n")
+    options = ["--output", "new", "--steps", 1, "--serve", server, "--admin-key-file", "key"]
+    result = on_tiny(peagle, pair, tmp_path, *options)
+    head = {"head": str(tmp_path / "new")}
+    assert FakeServer.bodies == [head | {"trial": {"requests": 500}}]
+    assert (tmp_path / "new" / "config.json").is_file()
+    if refusal:
+        assert result.status == 2 and "refused POST /admin/head (409: No.)" in result.err
+        assert "The new head stays in 'new'." in result.err and "serve it:" in result.out
+        return
+    assert result.status == 0 and "serves it as version 2, on trial for 500" in result.out
+    look = f'curl {server}/admin/head -H "Authorization: Bearer $(head -n 1 key)"'
+    assert look in result.out
+    monkeypatch.setenv("PEAGLE_ADMIN_KEY", ADMIN)
+    options = ["--steps", 1, "--serve", server, "--trial-requests", 0, "--format", "json"]
+    shutil.rmtree(tmp_path / "new")
+    result = on_tiny(peagle, pair, tmp_path, *options)
+    assert FakeServer.bodies[1:] == [head]
+    assert json.loads(result.out)["served"] == {
+        "head": {"name": "new", "version": 2},
+        "trial": None,
+    }
+
+
+def test_a_server_that_takes_no_head_is_found_before_the_work(
+    peagle: Peagle,
+    pair: Pair,
+    tmp_path: Path,
+    server: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record(tmp_path / "traffic", pair.target, some(110))
+    for key, url, text in (
+        ("c" * 24, server, "(401: No.). Give another key with --admin-key-file"),
+        (ADMIN, server + "/other", "(404: No.). Start it with --admin-key-file and --allow-heads"),
+        (ADMIN, "http://127.0.0.1:1", "No server answers"),
+        (ADMIN, "ftp://a", "--serve is 'ftp://a'; expected a URL"),
+    ):
+        monkeypatch.setenv("PEAGLE_ADMIN_KEY", key)
+        result = on_tiny(peagle, pair, tmp_path, "--serve", url)
+        assert result.status == 2 and text in result.err, result.err
+    assert not (tmp_path / "new").exists()
 
 
 def test_sigterm_leaves_no_copy_of_the_traffic(

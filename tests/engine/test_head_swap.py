@@ -17,6 +17,7 @@ from torch import Tensor
 
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.engine import head_swap
 from peagle.engine.drafting import HeadDrafting
 from peagle.engine.engine import LLMEngine
 from peagle.engine.head_swap import HeadSwap
@@ -99,8 +100,11 @@ def test_the_engine_drafts_like_a_fresh_one(
     own, other = facts(llm), facts(fresh)
     places = [t.data_ptr() for t in drafter_of(llm).parameters()]
     assert own != other, "the heads draft alike, so that nothing would be seen"
-    swap(llm, second[kind])
+    swapping = swap(llm, second[kind])
     assert facts(llm) == other and tokens(llm) == tokens(plain)
+    for is_new in (False, True):
+        swapping.turn(is_new=is_new)
+        assert facts(llm) == (other if is_new else own)
     assert tokens(llm, SEEDED) == tokens(plain, SEEDED)
     swap(llm, HEADS[kind]).restore()
     assert facts(llm) == other
@@ -191,6 +195,21 @@ def test_a_head_that_does_not_fit_is_refused(
         with pytest.raises(CheckpointError, match=message):
             HeadSwap(llm.engine, str(head))
     assert all(map(torch.equal, tensors(llm), before))
+
+
+def test_a_head_that_is_deleted_while_it_is_loaded(
+    target: TargetModel, second: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, load = shutil.copytree(second["peagle"], tmp_path / "head"), head_swap.load_head
+    llm = make(target, BUNDLED_PEAGLE)
+
+    def load_without_correction(*given: Any) -> Drafter | None:
+        (head / "correction.st").unlink()
+        return load(*given)
+
+    monkeypatch.setattr(head_swap, "load_head", load_without_correction)
+    with pytest.raises(CheckpointError, match=r"deleted while it was loaded, as 'correction\.st'"):
+        HeadSwap(llm.engine, str(head))
 
 
 def test_what_an_engine_cannot_rewrite_is_refused(target: TargetModel) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from peagle.cli.bench import bench_text
 from peagle.cli.tune import _speeds
-from peagle.evaluation.intervals import acceptance_intervals, compare_entries, paired_difference
+from peagle.evaluation.comparisons import compare_entries
 from peagle.evaluation.report import charts, write_report
 from peagle.evaluation.report.advice import acceptance_advice, throughput_advice
 from peagle.evaluation.report.files import read_results
@@ -23,6 +23,7 @@ from peagle.evaluation.sweep import SweepPoint
 from peagle.evaluation.throughput import best_k_cell, summarize, tied_fastest
 from peagle.evaluation.training_record import read_training_record
 from peagle.evaluation.tuning.schedule import k_at
+from peagle.intervals import acceptance_intervals, paired_difference
 from peagle.results import Cell, Entry, RunFigures, ThroughputResults, TrainingRecord, TuneResults
 from tests.evaluation import report_samples
 from tests.evaluation.report_samples import make_cell, make_slice, provenance, write

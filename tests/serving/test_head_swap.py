@@ -1,10 +1,12 @@
-"""POST /admin/head: who may send it, what it refuses, and streams that run across swaps."""
+"""POST /admin/head: who may send it, what it refuses, trials, and streams that run across swaps."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -30,7 +32,7 @@ from peagle.serving.metrics import Metrics, ServedHead
 from peagle.serving.service import Service
 from serving.asgi import JSON, AsgiClient, guard
 from serving.live import HTTP, LiveServer, running, wait_for
-from tests.second_head import make_second_head
+from tests.second_head import make_second_head, permuted
 
 KEY, ADMIN = "a" * 24, "b" * 24
 PATH = "/admin/head"
@@ -49,6 +51,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outside = make_second_head(BUNDLED_PEAGLE, made.parent / "outside")
     for name in ("second", "broken", "linked"):
         shutil.copytree(outside, made / name)
+    make_second_head(BUNDLED_PEAGLE, made / "worse", permuted)
     (made / "broken" / "model.safetensors").write_bytes(b"no tensors")
     (made / "link").symlink_to(outside)
     (made / "linked" / "more").symlink_to(outside / "README.md")
@@ -66,9 +69,15 @@ def live(heads: Path) -> Iterator[LiveServer]:
         yield server
 
 
-def swap(live: LiveServer, head: Path | str) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {ADMIN}"}
-    return HTTP.post(live.url + PATH, json={"head": str(head)}, headers=headers)
+AUTHORIZED = {"Authorization": f"Bearer {ADMIN}"}
+
+
+def swap(live: LiveServer, head: Path | str, **more: Any) -> httpx.Response:
+    return HTTP.post(live.url + PATH, json={"head": str(head), **more}, headers=AUTHORIZED)
+
+
+def told(live: LiveServer) -> dict[str, Any]:
+    return HTTP.get(live.url + PATH, headers=AUTHORIZED).json()
 
 
 def served(live: LiveServer) -> dict[str, Any]:
@@ -118,7 +127,44 @@ def test_what_is_refused_changes_nothing(live: LiveServer, heads: Path) -> None:
     refused = swap(live, heads / "broken")
     assert refused.status_code == 400 and "not readable" in refused.json()["error"]["message"]
     assert HTTP.post(live.url + PATH, json={"head": str(heads / "second")}).status_code == 401
-    assert served(live) == before
+    mistakes: dict[str, Any] = {"trial": 3, "trial.requests": {"requests": 0}}
+    mistakes |= {"trial.share": {"share": 1}, "trial.days": {"days": 2}}
+    for param, trial in mistakes.items():
+        error = swap(live, heads / "second", trial=trial).json()["error"]
+        assert error["param"] == param and param in error["message"], error
+    assert HTTP.get(live.url + PATH).status_code == 401
+    assert served(live) == before and told(live) == {"head": before, "trial": None}
+
+
+@pytest.mark.slow
+def test_a_worse_head_is_rolled_back(live: LiveServer, heads: Path) -> None:
+    """Outputs stay the same, while the heads take turns."""
+    before, rollbacks = served(live), live.metrics()["peagle:head_rollbacks_total{}"]
+    prompts = [f"def f{i}(" for i in range(8)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        expected = list(pool.map(partial(stream, live, k=0), prompts))
+        answer = swap(live, heads / "worse", trial={"requests": 200}).json()
+        assert answer["head"]["name"] == "worse" and answer["trial"]["state"] == "running"
+        assert swap(live, heads / "second").json()["error"]["code"] == "trial_under_way"
+        while (trial := told(live)["trial"])["state"] == "running":
+            assert list(pool.map(partial(stream, live), prompts)) == expected
+    assert trial["state"] == "rolled back" and "It drafts worse" in trial["reason"]
+    assert trial["interval"][1] < 0 and 20 <= trial["new"]["requests"] < 200
+    assert trial["new"]["acceptance_length"] < trial["old"]["acceptance_length"]
+    assert served(live) == told(live)["head"] == before
+    assert live.metrics()["peagle:head_rollbacks_total{}"] == rollbacks + 1
+    assert "the trial of the head" in live.text
+
+
+@pytest.mark.slow
+def test_an_engine_that_restarts_ends_a_trial(live: LiveServer, heads: Path) -> None:
+    before = served(live)
+    assert swap(live, heads / "second", trial={}).json()["head"]["name"] == "second"
+    os.kill(live.engine_pids()[-1], signal.SIGKILL)
+    wait_for(lambda: told(live)["trial"]["state"] == "rolled back")
+    assert "ended by a fault during the trial" in told(live)["trial"]["reason"]
+    wait_for(lambda: len(live.engine_pids()) == 3)
+    assert served(live) == before and stream(live, "def f0(") == stream(live, "def f0(", k=0)
 
 
 # ---- without a server ---------------------------------------------------------------------------
@@ -197,7 +243,7 @@ def test_all_engines_swap_or_none(
         ]
         vars(pool)["_engines"] = engines
         with nullcontext() if error is None else pytest.raises(ApiError) as refused:
-            await pool.swap_head("/new")
+            pool.keep_head(await pool.try_head("/new"), "/new")
         assert refused is None or refused.value.status == error
         return pool
 
@@ -228,7 +274,8 @@ def test_one_swap_at_a_time_which_no_client_stops(tmp_path: Path) -> None:
 
     async def run() -> None:
         allowed = asyncio.Event()
-        pool: Any = SimpleNamespace(swap_head=lambda _: allowed.wait())
+        keep = {"keep_head": lambda *_: None}
+        pool: Any = SimpleNamespace(try_head=lambda _: allowed.wait(), **keep)
         swaps = HeadSwaps(pool, resolve_folders([str(tmp_path)]), ServedHead("old"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(swaps.swap(str(head)), 0.01)
@@ -238,6 +285,7 @@ def test_one_swap_at_a_time_which_no_client_stops(tmp_path: Path) -> None:
         allowed.set()
         while swaps.head.version == 1:
             await asyncio.sleep(0.01)
-        assert await swaps.swap(str(head)) == {"head": {"name": "new", "version": 3}}
+        facts = await swaps.swap(str(head))
+        assert facts == {"head": {"name": "new", "version": 3}, "trial": None}
 
     asyncio.run(run())

@@ -18,6 +18,7 @@ from peagle.cli import groups
 from peagle.cli.data import lm_head_of, load_tokenizer_of
 from peagle.cli.flags import Given, pick_flags, spread, takes
 from peagle.cli.groups import Format, OutputFormat
+from peagle.cli.head_server import ADMIN_KEY, find_server, hand_over, told_of
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.setup import check_paths, note, quiet_libraries, set_threads
@@ -49,6 +50,10 @@ The head too, on encrypted records, with data that it was trained on against for
 A report whether or not the head passes; a bound on memory, as in `peagle train`:
   peagle adapt ./head --target ./Qwen3-0.6B --traffic traffic --output adapted \\
       --report report.json --set run.memory_gib=20
+
+On trial in a running server, whose --allow-heads names the folder `heads`:
+  peagle adapt ./head --target ./Qwen3-0.6B --traffic traffic --output heads/adapted \\
+      --serve http://127.0.0.1:8000 --admin-key-file admin.key
 """
 REFUSED = 3  # exit status
 _HELD_OUT_SHARE = 0.1
@@ -157,6 +162,27 @@ class AdaptOptions(TrainingOptions, PlaceOptions):
     report: Path | None = typer.Option(
         None, metavar="FILE", help="Write the result there as JSON, also if the head is refused."
     )
+    serve: str | None = typer.Option(
+        None,
+        metavar="URL",
+        help="Running server that takes the new head, if it passes; its --allow-heads has to "
+        "contain --output.",
+        show_default="no server takes it",
+    )
+    admin_key_file: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help=f"File whose first key is one of that server's --admin-key-file; {ADMIN_KEY} may "
+        "hold the key instead.",
+        show_default=False,
+    )
+    trial_requests: int = typer.Option(
+        500,
+        min=0,
+        max=100_000,
+        help="Number of requests that the new head serves there on trial, in turns with the old "
+        "one; 0 swaps at once.",
+    )
     output_format: Format = OutputFormat.TEXT
 
 
@@ -180,7 +206,19 @@ def adapt(given: Given, options: AdaptOptions) -> None:
     options.check()
     if options.report is not None:
         require_writable_file(options.report, "--report")
+        if options.report.resolve().is_relative_to(options.output.resolve()):
+            raise UserError(
+                f"--report {str(options.report)!r} is in --output, which is made for a head that "
+                "passes alone; name a file elsewhere."
+            )
+    server = find_server(options.serve, options.admin_key_file)
     result = adapted(given, options, options)
+    not_served: UserError | None = None
+    if server is not None and result["head"]:
+        try:
+            result["served"] = hand_over(server, options.output, options.trial_requests)
+        except UserError as error:
+            not_served = error
     if options.report is not None:
         options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -189,6 +227,8 @@ def adapt(given: Given, options: AdaptOptions) -> None:
     else:
         print("\n".join([*figures(result), *_end(result, options)]))
     refuse(result)
+    if not_served is not None:
+        raise not_served
 
 
 def adapted(
@@ -400,6 +440,7 @@ def _adapt(
         "steps": {},
         "held_out": None,
         "old": None,
+        "served": None,
     }
     before, own = _measure(plan, plan.head, data, "the old head", line, with_test=True)
     result["own_outputs"] = asdict(own)
@@ -495,9 +536,12 @@ def figures(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _end(result: Mapping[str, Any], places: PlaceOptions) -> list[str]:
-    """Return where the head is, and how to serve it."""
+def _end(result: Mapping[str, Any], options: AdaptOptions) -> list[str]:
+    """Return where the head is, and what serves it."""
     if not result["head"]:
         return ["no head was written"]
-    serve = f"{command_prefix()} serve {places.target} --draft {result['head']}"
+    if result["served"] is not None and options.serve is not None:
+        told = told_of(result["served"], options.serve, options.admin_key_file)
+        return [f"the new head is in {result['head']}; {told}"]
+    serve = f"{command_prefix()} serve {options.target} --draft {result['head']}"
     return [f"the new head is in {result['head']}; serve it:", f"  {serve}"]

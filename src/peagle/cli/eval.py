@@ -537,8 +537,8 @@ def _measure(
     arms: Sequence[EvalArm], requests: EvalPlan, file: AcceptanceFile, options: EvalOptions
 ) -> str:
     """Measure every entry, show each as it comes, and return the pivot and the advice."""
+    from peagle.evaluation.comparisons import compare_entries
     from peagle.evaluation.eval_run import evaluate
-    from peagle.evaluation.intervals import compare_entries
     from peagle.evaluation.report.advice import acceptance_advice
     from peagle.evaluation.turns import entry_with_turns, eval_with_turns
 

@@ -36,7 +36,8 @@ SECTIONS: dict[str, Any] = {
 _NAMES = ("target", "revision")
 _ROLES: dict[str, Role] = {"target": "target", "speculative.model": "draft"}
 _MAX_NUMBER = 1_000_000
-_OTHER_VARIABLES = ("PEAGLE_API_KEY", "PEAGLE_CACHE", "PEAGLE_VLLM_PYTHON")  # read elsewhere
+# Read elsewhere.
+_OTHER_VARIABLES = "PEAGLE_ADMIN_KEY", "PEAGLE_API_KEY", "PEAGLE_CACHE", "PEAGLE_VLLM_PYTHON"
 
 
 @dataclass(frozen=True, slots=True)

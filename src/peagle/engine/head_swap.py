@@ -8,6 +8,7 @@ accepted drafts alone, and no other sequence reads it.
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from peagle.models.comparison import near_tie_bound, relative_difference, tolera
 from peagle.models.correction import DraftCorrection
 from peagle.models.drafter import Drafter, DrafterAttention, DrafterLayer, DrafterMLP, RMSNorm
 
-_TRIAL_TOKENS = 12
+_TRIED_TOKENS = 12
 _REMEDY = "; restart the server with the new head."
 _PROBED_ROWS = 4
 _PROBE_TOLERANCES = 4  # times that of a module: layers follow each other
@@ -42,7 +43,8 @@ class HeadSwap:
 
     Raises:
         UserError: the engine drafts without a head, or with several corrections.
-        CheckpointError: the head in `folder` is not readable or does not fit.
+        CheckpointError: the head in `folder` is not readable, loses files meanwhile, or does not
+            fit.
     """
 
     def __init__(self, engine: LLMEngine, folder: str) -> None:
@@ -58,7 +60,15 @@ class HeadSwap:
         self._drafter = drafting.proposer.drafter
         self._old, self._speculative = speculative, replace(speculative, model=folder)
         self._before: dict[str, Tensor] = {}
-        self._new = self._load(folder)
+        files = _names_in(folder)
+        try:
+            self._new = self._load(folder)
+        finally:
+            if lost := files - _names_in(folder):
+                raise CheckpointError(
+                    f"Files of the head {folder!r} were deleted while it was loaded, as "
+                    f"{min(lost)!r}; expected them to stay."
+                )
 
     def _load(self, folder: str) -> Drafter:
         """Load the new head; refuse one that differs from the engine's by more than its weights."""
@@ -98,7 +108,7 @@ class HeadSwap:
         """
         engine = self._engine
         prompts = [prompt[: max(1, engine.max_model_len // 2)] for prompt in prompts]
-        tokens = _TRIAL_TOKENS + engine.scheduler.num_lookahead_slots
+        tokens = _TRIED_TOKENS + engine.scheduler.num_lookahead_slots
         small = replace(
             engine.config,
             max_num_seqs=2 * len(prompts),
@@ -109,7 +119,7 @@ class HeadSwap:
             enforce_eager=True,
         )
         beside = LLMEngine(engine.target, small, self._speculative, drafter=self._new)
-        params = SamplingParams(max_tokens=_TRIAL_TOKENS, ignore_eos=True)
+        params = SamplingParams(max_tokens=_TRIED_TOKENS, ignore_eos=True)
         plain = replace(params, num_speculative_tokens=0, logprobs=2)
         pairs = [[beside.add_request(p, one) for one in (plain, params)] for p in prompts]
         while beside.has_unfinished:
@@ -141,11 +151,16 @@ class HeadSwap:
         self._engine.speculative = self._speculative
 
     @torch.inference_mode()
+    def turn(self, *, is_new: bool) -> None:
+        """Draft with the new head, or with the old one, after `copy` has checked the new one."""
+        self._write(_tensors(self._new) if is_new else self._before)
+        self._engine.speculative = self._speculative if is_new else self._old
+
     def restore(self) -> None:
         """Copy the old weights back, if new ones were copied."""
-        if before := self._before:
-            self._before, self._engine.speculative = {}, self._old
-            self._write(before)
+        if self._before:
+            self.turn(is_new=False)
+            self._before = {}
 
     def _write(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in _tensors(self._drafter).items():
@@ -170,6 +185,11 @@ class HeadSwap:
             if not relative_difference(*pair) <= _PROBE_TOLERANCES * tolerance(pair[0].dtype):
                 return name
         return ""
+
+
+def _names_in(folder: str) -> set[str]:
+    path = Path(folder)
+    return {file.name for file in path.iterdir()} if path.is_dir() else set()
 
 
 def _facts(drafter: Drafter) -> dict[str, Any]:

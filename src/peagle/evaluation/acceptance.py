@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from peagle.engine import SpeculationStats
 from peagle.evaluation.decoding import Answer, DecodeCounts, Observation
-from peagle.evaluation.intervals import MIN_CLUSTERS, acceptance_intervals
 from peagle.evaluation.texts import coloured_samples, hardest_texts
+from peagle.intervals import MIN_CLUSTERS, acceptance_intervals
 from peagle.results import AcceptanceFigures, HistogramBin, RangeSlice, Slice
 
 LOOP_NGRAM = 16

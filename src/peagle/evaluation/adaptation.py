@@ -15,7 +15,7 @@ from peagle.config import SamplingParams
 from peagle.data.traffic import RecordedTurn
 from peagle.evaluation.acceptance import counts_of
 from peagle.evaluation.engine_backend import time_requests
-from peagle.evaluation.intervals import Counts, paired_difference
+from peagle.intervals import Counts, paired_difference
 from peagle.llm import LLM
 from peagle.results import Interval
 

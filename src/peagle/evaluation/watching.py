@@ -14,7 +14,7 @@ import numpy as np
 
 from peagle.client.counters import Counters, DraftCounts
 from peagle.errors import UserError
-from peagle.evaluation.intervals import acceptance_intervals
+from peagle.intervals import acceptance_intervals
 from peagle.results import Interval
 
 READINGS = 10  # of an interval

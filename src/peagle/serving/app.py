@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -262,7 +261,7 @@ def _model(service: Service) -> dict[str, Any]:
         },
     }
     if service.swaps is not None:
-        model["head"] = asdict(service.swaps.head)
+        model["head"] = service.swaps.head.to_json()
     return model
 
 
@@ -401,8 +400,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 def _add_admin(app: FastAPI, swaps: HeadSwaps) -> None:
     @app.post("/admin/head")
     async def swap_head(body: protocol.HeadBody) -> dict[str, Any]:
-        """Draft with another head from now on."""
-        return await swaps.swap(body.head)
+        """Draft with another head from now on, at first on trial if `trial` is given."""
+        return await swaps.swap(body.head, body.trial)
+
+    @app.get("/admin/head")
+    async def tell_head() -> dict[str, Any]:
+        """Return the head that serves, and how its trial goes or went."""
+        return swaps.facts()
 
 
 # ---- playground ---------------------------------------------------------------------------------

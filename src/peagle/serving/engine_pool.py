@@ -37,6 +37,7 @@ from peagle.serving.engine_process import (
     run_engine,
 )
 from peagle.serving.errors import ApiError
+from peagle.serving.head_trial import HeadSlice
 from peagle.serving.metrics import Metrics
 from peagle.serving.protocol import api_error
 
@@ -125,10 +126,12 @@ class _Stream:
         chunks: the chunks that the client has not taken.
         error: why no more come.
         news: set when chunks or an error came.
+        slice: the slice of a trial of heads in which it began; None outside.
     """
 
     first: int
     num_outputs: int
+    slice: HeadSlice | None = None
     chunks: list[StreamChunk] = field(default_factory=list)
     error: Exception | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -153,6 +156,7 @@ class EngineProcess:
         streams: requests that run here, by the indices of their prompts.
         end: how the process ended or hung, as a part of a sentence; "" while it lives.
         head_order: waits for the end of an order of a swap of heads; None without one.
+        slice: counts the requests that begin now in a trial of heads; None counts none.
     """
 
     def __init__(
@@ -163,6 +167,7 @@ class EngineProcess:
         self.streams: dict[int, _Stream] = {}
         self.end = ""
         self.head_order: asyncio.Future[HeadDone] | None = None
+        self.slice: HeadSlice | None = None
         self._on_message = on_message
         self._orders: SimpleQueue[Any] = SimpleQueue()
         context = multiprocessing.get_context("spawn")
@@ -327,6 +332,8 @@ class EnginePool:
         """
         indices = list(itertools.islice(self._numbers, len(prompts)))
         stream = _Stream(indices[0], len(prompts) * params.n)
+        if proposer == next(iter(self._specs[0].proposers)):
+            stream.slice = engine.slice
         engine.streams |= dict.fromkeys(indices, stream)
         timer = None
         if deadline is not None:
@@ -380,10 +387,19 @@ class EnginePool:
             for stream in engine.streams.values() if engine is not None else ():
                 stream.fail(error)
 
-    async def swap_head(self, folder: str) -> None:
+    # ---- swap of the head -----------------------------------------------------------------------
+
+    @property
+    def head_folder(self) -> str | None:
+        """Return the folder of the head that the first proposer of a new engine loads."""
+        speculative = next(iter(self._specs[0].proposers.values()))
+        return None if speculative is None else speculative.model
+
+    async def try_head(self, folder: str) -> list[EngineProcess]:
         """Let the first proposer of all engines draft with another head, or leave all as they are.
 
-        Engines that start later load the new head.
+        Returns the engines, for `keep_head` or `restore_head`. Those that start before load the old
+        head.
 
         Raises:
             ApiError: an engine is not there (503), refuses the head (400), or failed (500).
@@ -397,9 +413,25 @@ class EnginePool:
             for order in (HeadOrder("load", folder), HeadOrder("copy")):
                 await _order_all(engines, order)
         except BaseException:
-            for engine in engines:
-                engine.send(HeadOrder("restore"))
+            self.restore_head(engines)
             raise
+        return engines
+
+    async def turn_head(self, engines: list[EngineProcess], *, is_new: bool) -> None:
+        """Let engines of `try_head` draft with the new head, or with the old one.
+
+        Raises:
+            ApiError: an engine failed (500); `restore_head` must follow.
+        """
+        await _order_all(engines, HeadOrder("new" if is_new else "old"))
+
+    def restore_head(self, engines: list[EngineProcess]) -> None:
+        """Let engines of `try_head` draft with the old head for good."""
+        for engine in engines:
+            engine.send(HeadOrder("restore"))
+
+    def keep_head(self, engines: list[EngineProcess], folder: str) -> None:
+        """Let engines of `try_head` draft with the new head for good, and later ones load it."""
         for engine in engines:
             engine.send(HeadOrder("keep"))
         for number, spec in enumerate(self._specs):
@@ -416,6 +448,8 @@ class EnginePool:
                 for chunk in chunks:
                     if (stream := engine.streams.get(chunk.index)) is not None:
                         stream.add(chunk)
+                        if stream.slice is not None and stream.slice is engine.slice:
+                            stream.slice.count(stream.first, chunk)
                 if stats is not None:
                     self._metrics.record_engine(engine.number, stats)
             case Refused(index, text, is_user_error):

@@ -47,7 +47,7 @@ _CHECK_EVERY_S = 10.0
 _LAST_STEP_S = 2.0
 _PR_SET_PDEATHSIG = 1
 # A new head decodes what follows these.
-_TRIAL_TEXTS = ("def add(a, b):\n", "The capital of France is", "1, 2, 3, 4, 5,")
+_TRIED_TEXTS = ("def add(a, b):\n", "The capital of France is", "1, 2, 3, 4, 5,")
 
 
 # ---- messages between the front end and an engine process, pickled over a private pipe -----------
@@ -121,10 +121,11 @@ class Stop:
 class HeadOrder:
     """An order to the first proposer's engine in a swap of its head for the one in `folder`.
 
-    Loading (with all checks) and copying end with a `HeadDone`.
+    Loading (with all checks), copying, and each turn of the old or the new head end with a
+    `HeadDone`.
     """
 
-    action: Literal["load", "copy", "keep", "restore"]
+    action: Literal["load", "copy", "old", "new", "keep", "restore"]
     folder: str = ""
 
 
@@ -408,7 +409,7 @@ class EngineWorker(EngineLoop):
             llm.engine.on_pass = heartbeat.planned
         self._last_stats_s = 0.0
         self._swap: HeadSwap | None = None
-        self._trial: Iterator[None] | None = None
+        self._try_out: Iterator[None] | None = None
 
     def info(self) -> EngineInfo:
         llm = next(iter(self._llms.values()))
@@ -451,15 +452,15 @@ class EngineWorker(EngineLoop):
     def step(self) -> list[StreamChunk]:
         with self._heartbeat.step():
             chunks = super().step()
-        if self._trial is not None:
+        if self._try_out is not None:
             self._heartbeat.beat(_ORDER_S)
-            self._try_head(self._trial)
+            self._try_head(self._try_out)
         self._worked_s = time.monotonic()
         return chunks
 
     @property
     def has_unfinished(self) -> bool:
-        return self._trial is not None or super().has_unfinished
+        return self._try_out is not None or super().has_unfinished
 
     def deliver(self, chunks: list[StreamChunk]) -> None:
         self._send([_without_repeats(chunk) for chunk in chunks], always=not self.has_unfinished)
@@ -506,14 +507,15 @@ class EngineWorker(EngineLoop):
         if order.action == "load":
             name = "peagle-head"
             threading.Thread(target=self._load_head, args=(order,), name=name, daemon=True).start()
-        elif order.action == "copy":
+        elif order.action in ("copy", "old", "new"):
             assert swap is not None, "a head was loaded"
-            if self._succeeds(swap.copy):
+            turn = partial(swap.turn, is_new=order.action == "new")
+            if self._succeeds(swap.copy if order.action == "copy" else turn):
                 self._connection.send(HeadDone())
         else:
             if order.action == "restore" and swap is not None:
                 swap.restore()
-            self._swap = self._trial = None
+            self._swap = self._try_out = None
 
     def _load_head(self, order: HeadOrder) -> None:
         """Load a new head in a thread of its own; the engine's then tries it out."""
@@ -523,23 +525,23 @@ class EngineWorker(EngineLoop):
         except Exception as error:
             self.post(partial(self._refuse_head, error))
         else:
-            self.post(partial(self._begin_trial, swap))
+            self.post(partial(self._begin_try_out, swap))
 
-    def _begin_trial(self, swap: HeadSwap) -> None:
+    def _begin_try_out(self, swap: HeadSwap) -> None:
         requests = next(iter(self._llms.values())).requests
-        prompts = [ids for text in _TRIAL_TEXTS if (ids := requests.encode(text))]
-        self._swap, self._trial = swap, swap.try_out(prompts)
+        prompts = [ids for text in _TRIED_TEXTS if (ids := requests.encode(text))]
+        self._swap, self._try_out = swap, swap.try_out(prompts)
 
-    def _try_head(self, trial: Iterator[None]) -> None:
-        """Run one step of the trial; its end is that of the order to load."""
+    def _try_head(self, try_out: Iterator[None]) -> None:
+        """Run one step of trying a head out; its end is that of the order to load."""
 
         def step() -> None:
-            if next(trial, self) is self:
-                self._trial = None
+            if next(try_out, self) is self:
+                self._try_out = None
 
         if not self._succeeds(step):
-            self._swap = self._trial = None
-        elif self._trial is None:
+            self._swap = self._try_out = None
+        elif self._try_out is None:
             self._connection.send(HeadDone())
 
     def _succeeds(self, work: Callable[[], None]) -> bool:

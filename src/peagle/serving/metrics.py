@@ -116,10 +116,19 @@ class RecordCounts:
 
 @dataclass(slots=True)
 class ServedHead:
-    """The head that a server drafts with: the name of its folder, and 1 + the number of swaps."""
+    """The head that a server drafts with: the name of its folder, and its version.
+
+    A new head has the version 1 + `num_swaps`; one that comes back has its own.
+    """
 
     name: str
     version: int = 1
+    num_swaps: int = 0
+    num_rollbacks: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the name and the version."""
+        return {"name": self.name, "version": self.version}
 
 
 class Metrics:
@@ -335,8 +344,11 @@ class Metrics:
             served = family(InfoMetricFamily, "head", "The draft head that is served.")
             served.add_metric([model], {"name": head.name, "version": str(head.version)})
             swaps = family(counter, "head_swaps", "Times that the draft head was swapped.")
-            swaps.add_metric([model], head.version - 1)
-            yield from (served, swaps)
+            swaps.add_metric([model], head.num_swaps)
+            text = "Times that a trial ended with the old draft head."
+            rollbacks = family(counter, "head_rollbacks", text)
+            rollbacks.add_metric([model], head.num_rollbacks)
+            yield from (served, swaps, rollbacks)
         yield from (
             *totals,
             per_pos[0],

@@ -426,10 +426,18 @@ class DetokenizeBody(_Body):
     tokens: TokenIds
 
 
+class TrialBody(_Body):
+    """A trial of a head: its requests after which it stays, and its share of time."""
+
+    requests: Annotated[StrictInt, Field(ge=1, le=100_000)] = 500
+    share: Annotated[Number, Field(gt=0, lt=1)] = 0.5
+
+
 class HeadBody(_Body):
     """The body of POST /admin/head."""
 
     head: Name
+    trial: TrialBody | None = None
 
 
 # ---- bodies as sampling parameters ---------------------------------------------------------------

@@ -257,6 +257,8 @@ async def _serve(
             finally:
                 for task in (loading, watching, returning):
                     task.cancel()
+                if swaps is not None:
+                    swaps.close()
                 await pool.close()
                 if recorder is not None:
                     await asyncio.to_thread(recorder.close, _FLUSH_S)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.evaluation.intervals import (
+from peagle.intervals import (
     MIN_CLUSTERS,
     acceptance_intervals,
+    paired_difference,
     student_quantile,
 )
 
@@ -166,3 +167,18 @@ def test_properties(requests: list[tuple[int, list[int]]], seed: int) -> None:
         assert one is None or 0 <= one[0] <= one[1] <= 1
     low, high = intervals.acceptance_length or (1, 1)
     assert 1 <= low <= high <= 1 + accepted_NK.shape[1]
+
+
+@pytest.mark.parametrize("level", [0.95, 0.995])
+def test_the_difference_of_parted_clusters_at_a_level(level: float) -> None:
+    """Of equal denominators it is a difference of two means, whose interval a formula gives."""
+    draw = np.random.default_rng(0)
+    one, other = (draw.integers(0, 9, size) for size in (150, 250))
+    rows = np.zeros((400, 4), dtype=np.int64)
+    rows[:150, 0], rows[:150, 1], rows[150:, 2], rows[150:, 3] = one, 2, other, 2
+    found, ends = paired_difference(rows[:, :2], rows[:, 2:], level=level, resamples=20_000)
+    expected = (one.mean() - other.mean()) / 2
+    error = sum(part.var(ddof=1) / len(part) for part in (one, other)) ** 0.5 / 2
+    half = NormalDist().inv_cdf((1 + level) / 2) * error
+    assert found == pytest.approx(expected) and ends is not None
+    assert ends == pytest.approx((expected - half, expected + half), abs=0.06 * half)

@@ -6,7 +6,6 @@ are drawn again, with their counters, and the figure is computed from the pooled
 (a cluster bootstrap of a ratio of sums).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist
@@ -14,8 +13,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from peagle.evaluation.decoding_methods import NGRAM
-from peagle.results import Comparison, Entry, Interval
+from peagle.results import Interval
 
 RESAMPLES = 2000
 MIN_CLUSTERS = 5  # fewer requests do not show how requests vary
@@ -71,13 +69,19 @@ def acceptance_intervals(
 
 
 def paired_difference(
-    one_N2: Counts, other_N2: Counts, *, resamples: int = RESAMPLES, seed: int = 0
+    one_N2: Counts,
+    other_N2: Counts,
+    *,
+    level: float = _LEVEL,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
 ) -> tuple[float, Interval | None]:
     """Return the difference of two ratios on the same clusters, and its paired interval.
 
     sum(one[:, 0]) / sum(one[:, 1]) - sum(other[:, 0]) / sum(other[:, 1]). Each resample draws
     clusters once for both, which cancels the difficulty that a request has for both. The interval
-    is None below 5 clusters. Row n of both arrays has numerator and denominator of cluster n.
+    is None below 5 clusters. Row n of both arrays has numerator and denominator of cluster n; rows
+    of zeros in one of them part the clusters between both.
     """
     values_N4 = np.concatenate([one_N2, other_N2], axis=1)
 
@@ -89,7 +93,7 @@ def paired_difference(
     if len(values_N4) < MIN_CLUSTERS:
         return found, None
     drawn_R = difference(_resampled_sums(values_N4, resamples, seed))
-    return found, _interval(drawn_R[np.isfinite(drawn_R)], len(values_N4), ())
+    return found, _interval(drawn_R[np.isfinite(drawn_R)], len(values_N4), (), level)
 
 
 def _resampled_sums(values_NJ: Counts, resamples: int, seed: int) -> Counts:
@@ -105,7 +109,10 @@ def _resampled_sums(values_NJ: Counts, resamples: int, seed: int) -> Counts:
 
 
 def _interval(
-    values_R: NDArray[np.float64], num_clusters: int, ends: tuple[float, ...] = (0, 1)
+    values_R: NDArray[np.float64],
+    num_clusters: int,
+    ends: tuple[float, ...] = (0, 1),
+    level: float = _LEVEL,
 ) -> Interval | None:
     """Return percentiles of the values; None for few clusters, or where all values are at one end.
 
@@ -113,7 +120,7 @@ def _interval(
     """
     if num_clusters < MIN_CLUSTERS or any((values_R == end).all() for end in ends):
         return None
-    quantile = student_quantile((1 + _LEVEL) / 2, num_clusters - 1)
+    quantile = student_quantile((1 + level) / 2, num_clusters - 1)
     tail = NormalDist().cdf(-sqrt(num_clusters / (num_clusters - 1)) * quantile)
     low, high = np.quantile(values_R, [tail, 1 - tail])
     return float(low), float(high)
@@ -131,50 +138,4 @@ def student_quantile(probability: float, degrees: int) -> float:
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
         + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * v**4)
-    )
-
-
-# ---- comparisons ----------------------------------------------------------------------------
-
-
-def compare_entries(entries: Sequence[Entry], *, seed: int = 0) -> list[Comparison]:
-    """Compare the first head of some entries with every other method, at equal K and temperature.
-
-    `difference` is the acceptance length of "method" less that of "over", and `ci` its 95%
-    interval, paired over requests. Prompt lookup does not draft at every step, so its comparison is
-    by tokens per step. Entries without figures of single requests are left out.
-    """
-    known = [entry for entry in entries if entry.by_conversation]
-    first = next((entry.method for entry in known if entry.method != NGRAM), None)
-    return [
-        _compare(one, other, seed)
-        for one in known
-        for other in known
-        if one.method == first != other.method
-        and (one.k, one.temperature, one.engine) == (other.k, other.temperature, other.engine)
-    ]
-
-
-def _compare(one: Entry, other: Entry, seed: int) -> Comparison:
-    measure = "tokens_per_step" if other.method == NGRAM else "acceptance_length"
-    # Conversations have [drafts, accepted draft tokens, decode steps].
-    columns = [1, 2] if other.method == NGRAM else [1, 0]
-    shared = sorted(one.by_conversation.keys() & other.by_conversation.keys())
-    pairs = [
-        np.array([entry.by_conversation[name] for name in shared], dtype=np.int64).reshape(-1, 3)[
-            :, columns
-        ]
-        for entry in (one, other)
-    ]
-    difference, interval = paired_difference(*pairs, seed=seed)
-    return Comparison(
-        method=one.method,
-        over=other.method,
-        k=one.k,
-        temperature=one.temperature,
-        engine=one.engine,
-        measure=measure,
-        difference=difference if np.isfinite(difference) else 0.0,
-        ci=interval,
-        num_requests=len(shared),
     )
