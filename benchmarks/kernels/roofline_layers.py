@@ -114,9 +114,9 @@ class Candidate:
         return float((out[: len(expected)] - expected).norm() / expected.norm())
 
 
-def quantising(x: Tensor, *, tiled: bool = False) -> Candidate:
+def quantising(x: Tensor) -> Candidate:
     """Return the quantising of x, whose numbers keep four bits."""
-    return Candidate("quantise", [partial(quantise, x, tiled=tiled)], x.float, 2**-3)
+    return Candidate("quantise", [partial(quantise, x)], x.float, 2**-3)
 
 
 class Layer(ABC):
@@ -195,9 +195,13 @@ class Fp8Linear(Linear):
         return Fp8Weight(*random_fp8((copies, self.n, self.k), self.setting.device))
 
     @cached_property
-    def modules(self) -> list[nn.Module]:
+    def packed(self) -> list[PackedWeight]:
         packed = make_fp8(self.weight.q, self.weight.scale, (BLOCK, BLOCK))
-        return [PackedLinear(packed.expert(i)) for i in range(packed.num_experts)]
+        return [packed.expert(i) for i in range(packed.num_experts)]
+
+    @cached_property
+    def modules(self) -> list[nn.Module]:
+        return [PackedLinear(weight) for weight in self.packed]
 
     def candidates(self, tokens: int) -> tuple[list[Candidate], dict[str, str]]:
         if reason := misfit(self.n, self.k):
@@ -205,17 +209,16 @@ class Fp8Linear(Linear):
         device = self.setting.device
         x = self.setting.random(tokens, self.k)
         rows = quantise(x)
-        matrices = [self.weight.expert(i) for i in range(len(self.weight.q))]
-        expected = cache(partial(reference, rows, matrices[0]))
+        expected = cache(partial(reference, rows, self.weight.expert(0)))
         found = [quantising(x)]
         for config in chosen_configs(tokens, 1, self.n, self.k, device):
             calls: list[Call] = [
-                partial(triton_product, rows, w.q, w.scale, config=config) for w in matrices
+                partial(triton_product, rows, weight, config=config) for weight in self.packed
             ]
             found.append(Candidate(f"triton {config.label}", calls, expected))
         if reason := library_obstacle(device):
             return found, {"scaled_mm": reason}
-        calls = [partial(library_product, rows, w.q, w.scale) for w in matrices]
+        calls = [partial(library_product, rows, weight) for weight in self.packed]
         return [*found, Candidate("scaled_mm", calls, expected)], {}
 
 
@@ -491,8 +494,8 @@ class ExpertProduct(Layer):
         if reason := misfit(self.n, self.k, self.outputs):
             return [], no_library | {"triton": reason}
         x = self.rows(tokens)
-        rows = quantise(x, tiled=True)
-        found = [quantising(x, tiled=True)]
+        rows = quantise(x)
+        found = [quantising(x)]
         assignments, touched = tokens * self.problem.chosen, self.problem.num_touched(tokens)
         routings = self.problem.routings(tokens)
         index_S = routings[0].view(-1)

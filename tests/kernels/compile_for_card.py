@@ -303,19 +303,28 @@ def plans() -> dict[str, dict[str, Any]]:
 
 def fp8() -> dict[str, dict[str, Any]]:
     """Quantising of activations, and FP8 products of few and many rows."""
-    found = {"quantise": quantising(tiled=False)}
+    types = {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16"}
+    constants: dict[str, Any] = {"ROWS": 4, "LARGEST": 448.0}
+    kernel, options = fp8_linear_triton.quantise_kernel, {"num_warps": 4}
+    found = {
+        "quantise": compile_kernel(kernel, ASTSource, types, constants, options, ("num_rows",))
+    }
+    types = dict.fromkeys(("out_ptr", "w_ptr"), "*i32")
+    kernel = fp8_linear_triton.numbers_kernel
+    found["numbers"] = compile_kernel(kernel, ASTSource, types, {"ROWS": 16}, options, ())
     types = dict.fromkeys(("x_scale_ptr", "w_scale_ptr", "partial_ptr"), "*fp32")
-    types |= dict.fromkeys(("x_ptr", "w_ptr"), "*fp8e4nv") | {"arrivals_ptr": "*i32"}
+    types |= {"x_ptr": "*fp8e4nv", "w_ptr": "*u8", "arrivals_ptr": "*i32"}
     types |= dict.fromkeys(("out_ptr", "bias_ptr"), "*bf16")
     for capability in (89, 90):
-        for rows in (16, 128, 512):
+        for rows in (16, 32, 128, 512):
             config = choose_fp8(rows, 4096, 4096, DeviceLimits(132, SHARED_BYTES[capability]))
-            constants: dict[str, Any] = {
+            constants = {
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
                 "SPLIT_K": config.split_k,
                 "STAGES": config.num_stages,
                 "HAS_BIAS": rows == 16,
+                "ASM": True,
                 "WX": config.wx,
             }
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -327,17 +336,9 @@ def fp8() -> dict[str, dict[str, Any]]:
     return found
 
 
-def quantising(*, tiled: bool) -> dict[str, Any]:
-    """`quantise_kernel`."""
-    types = {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16"}
-    constants: dict[str, Any] = {"ROWS": 4, "LARGEST": 448.0, "TILED": tiled}
-    kernel, options = fp8_linear_triton.quantise_kernel, {"num_warps": 4}
-    return compile_kernel(kernel, ASTSource, types, constants, options, ("num_rows",))
-
-
 def fp8_of_experts() -> dict[str, dict[str, Any]]:
-    """Quantising in the order of tiles, and FP8 products of experts."""
-    found = {"quantise": quantising(tiled=True)}
+    """FP8 products of experts."""
+    found = {}
     types = dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32")
     types |= {"x_ptr": "*fp8e4nv", "w_ptr": "*u8", "out_ptr": "*bf16"}
     types |= dict.fromkeys(("order_ptr", "tiles_ptr"), "*i32")

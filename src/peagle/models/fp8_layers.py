@@ -1,4 +1,4 @@
-"""Layers of a target that multiply activations in FP8 with the FP8 weights of a checkpoint.
+"""Which layers of a target multiply activations in FP8 with the FP8 weights of a checkpoint.
 
 A linear layer, or the experts of a mixture, does so if its checkpoint was made for such products:
 scales of weights for blocks of 128 x 128, and scales of activations that are found while the model
@@ -8,53 +8,17 @@ runs.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from peagle.kernels.linear.fp8_activations import BLOCK
-from peagle.kernels.linear.fp8_linear import fp8_linear
-from peagle.models.packed_layers import find_gate
+from peagle.models.packed_layers import PackedLinear, find_gate
 from peagle.models.quantization import StoredLinear
 
 _CAPABILITY = (8, 9)  # from which on the matrix unit multiplies FP8
-
-
-class Fp8Linear(nn.Module):
-    """y = x W^T + bias with x rounded to FP8, a scale for each row and 128 inputs.
-
-    Attributes:
-        q: float8_e4m3fn [N, K].
-        scale: float32 [N / 128, K / 128].
-        bias: [N] or None.
-    """
-
-    q: Tensor
-    scale: Tensor
-    bias: Tensor | None
-
-    def __init__(self, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = q.shape
-        self.register_buffer("q", q, persistent=False)
-        self.register_buffer("scale", scale, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
-
-    @staticmethod
-    def concatenate(linears: Sequence[Fp8Linear]) -> Fp8Linear:
-        """Join layers that read one input into one layer of all outputs."""
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        return Fp8Linear(
-            # torch.cat has no kernel for FP8 on every device
-            torch.cat([linear.q.view(torch.uint8) for linear in linears]).view(linears[0].q.dtype),
-            torch.cat([linear.scale for linear in linears]),
-            torch.cat(biases) if biases else None,
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return fp8_linear(x, self.q, self.scale, self.bias)
 
 
 def device_obstacle(device: torch.device) -> str | None:
@@ -68,7 +32,7 @@ def device_obstacle(device: torch.device) -> str | None:
 
 
 def layer_obstacle(stored: StoredLinear) -> str | None:
-    """Return why a layer of a checkpoint cannot be an `Fp8Linear`; None: it can."""
+    """Return why a layer of a checkpoint cannot multiply FP8 activations; None: it can."""
     if stored.kind != "fp8":
         return f"weights of the kind {stored.kind}"
     if odd := [size for size in stored.shape if size % BLOCK]:
@@ -103,4 +67,5 @@ def experts_obstacle(module: Any, parts: Iterable[StoredLinear | None]) -> str |
 def multiplies_fp8(module: nn.Module) -> bool:
     """Return whether a layer multiplies FP8 activations."""
     experts = getattr(module, "expert_weights", None)
-    return isinstance(module, Fp8Linear) or (experts is not None and experts.fp8_activations)
+    layer = module if isinstance(module, PackedLinear) else experts
+    return layer is not None and layer.fp8_activations

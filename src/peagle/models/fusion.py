@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.models.comparison import relative_difference, tolerance
-from peagle.models.fp8_layers import Fp8Linear
 from peagle.models.packed_layers import PackedLinear
 from peagle.models.target_attention import decoder_layers
 
@@ -45,7 +44,7 @@ class FusedProjections(nn.Module, ABC):
         sizes: outputs of each projection.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear] | Sequence[PackedLinear | Fp8Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear] | Sequence[PackedLinear]) -> None:
         super().__init__()
         self.sizes = [linear.out_features for linear in linears]
         self.in_features = linears[0].in_features
@@ -103,11 +102,11 @@ class FusedLinear(FusedProjections):
 
 
 class FusedPackedLinear(FusedProjections):
-    """Projections with one weight, packed or multiplied in FP8."""
+    """Projections with one packed weight."""
 
-    def __init__(self, linears: Sequence[Any]) -> None:
+    def __init__(self, linears: Sequence[PackedLinear]) -> None:
         super().__init__(linears)
-        self.linear = type(linears[0]).concatenate(linears)
+        self.linear = PackedLinear.concatenate(linears)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
@@ -244,7 +243,7 @@ class _Group:
         if len(linears) == 1:
             return "no other projection beside it"
         for name, linear in zip(self.projections, linears, strict=True):
-            if type(linear) not in (nn.Linear, PackedLinear, Fp8Linear):
+            if type(linear) not in (nn.Linear, PackedLinear):
                 return f"{name} is a {type(linear).__name__}, not a Linear"
             if linear._forward_hooks or linear._forward_pre_hooks:
                 return f"{name} has hooks"
@@ -297,15 +296,14 @@ class _Group:
         return None
 
 
-def _kind(linear: nn.Linear | PackedLinear | Fp8Linear) -> tuple[Any, ...]:
+def _kind(linear: nn.Linear | PackedLinear) -> tuple[Any, ...]:
     """Return the properties that projections must share to become one product."""
     if isinstance(linear, nn.Linear):
         return (linear.in_features, linear.weight.dtype, linear.weight.device)
-    if isinstance(linear, Fp8Linear):
-        return (linear.in_features, linear.q.dtype, linear.q.device)
     packed = linear.packed
     inputs = packed.block[1] if packed.scale is not None else 0
-    return (linear.in_features, packed.format, packed.data.device, inputs, packed.zero is None)
+    kind = (packed.format, packed.data.device, inputs, packed.zero is None)
+    return (linear.in_features, *kind, linear.fp8_activations)
 
 
 def _groups(layers: Sequence[nn.Module]) -> Iterator[_Group]:

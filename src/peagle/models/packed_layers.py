@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from peagle.kernels.linear.experts import Activation, ExpertWeights, Gate, run_experts
+from peagle.kernels.linear.fp8_linear import fits_fp8
 from peagle.kernels.linear.packed_linear import packed_linear
 from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.models.comparison import relative_difference
@@ -31,6 +32,7 @@ class PackedLinear(nn.Module):
         packed: the weight, [N, K].
         bias: [N] or None.
         input_order: the input that each column of the weight multiplies; None: in order.
+        fp8_activations: x is rounded to FP8 where it has many rows (`packed_linear`).
     """
 
     packed: PackedWeight
@@ -38,9 +40,16 @@ class PackedLinear(nn.Module):
     input_order: Tensor | None
 
     def __init__(
-        self, packed: PackedWeight, bias: Tensor | None = None, input_order: Tensor | None = None
+        self,
+        packed: PackedWeight,
+        bias: Tensor | None = None,
+        input_order: Tensor | None = None,
+        *,
+        fp8_activations: bool = False,
     ) -> None:
         super().__init__()
+        assert fits_fp8(packed) or not fp8_activations
+        self.fp8_activations = fp8_activations
         self.out_features, self.in_features = packed.num_outputs, packed.num_inputs
         _hold(self, "packed", packed)
         self.register_buffer("bias", bias, persistent=False)
@@ -48,15 +57,19 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def concatenate(linears: Sequence[PackedLinear]) -> PackedLinear:
-        """Join layers that read inputs of one order in one format into one layer of all outputs."""
+        """Join layers that read inputs of one order in one format into one layer of all outputs.
+
+        All or none of them round to FP8.
+        """
         packed = PackedWeight.concatenate([linear.packed for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        return PackedLinear(packed, torch.cat(biases) if biases else None)
+        bias, is_fp8 = torch.cat(biases) if biases else None, linears[0].fp8_activations
+        return PackedLinear(packed, bias, fp8_activations=is_fp8)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.input_order is not None:
             x = x[..., self.input_order]
-        return packed_linear(x, self.packed, self.bias)
+        return packed_linear(x, self.packed, self.bias, fp8_activations=self.fp8_activations)
 
 
 def _hold(module: nn.Module, name: str, weight: PackedWeight) -> None:

@@ -25,7 +25,6 @@ from peagle.errors import CheckpointError
 from peagle.kernels.linear.experts import ExpertWeights
 from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.models.fp8_layers import (
-    Fp8Linear,
     device_obstacle,
     experts_obstacle,
     layer_obstacle,
@@ -43,7 +42,6 @@ from peagle.models.quantization import (
     check_linear,
     check_mxfp4,
     is_packed,
-    read_fp8,
     read_linear,
     read_mxfp4,
 )
@@ -375,12 +373,6 @@ class _Loader:
             lambda suffix: self._stored.read(f"{key}.{suffix}"), key, shape, self._quantization
         )
 
-    def _read_fp8(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        key = self._key(name)
-        return read_fp8(
-            lambda suffix: self._stored.read(f"{key}.{suffix}"), key, shape, self._quantization
-        )
-
     def _refuse_bias(self, name: str) -> None:
         """Refuse the bias of a layer that has none; some quantisers store one of zeros."""
         bias = self._read(f"{name}.bias")
@@ -399,9 +391,6 @@ class _Loader:
             bias = self._checked(f"{name}.bias", self._read(f"{name}.bias"), bias)
             self._put(f"{name}.bias", bias)
         parent, last = _parent(self._model, name), name.rpartition(".")[2]
-        if name in self._fp8:
-            setattr(parent, last, Fp8Linear(*self._read_fp8(name, shape), bias))
-            return
         found = self._read_linear(name, shape)
         # Heads and sampling use the rows of lm_head as plain numbers.
         if self._unpack or module is self._model.get_output_embeddings():
@@ -410,7 +399,9 @@ class _Loader:
                 weight[:, found.input_order] = weight.clone()
             self._put(f"{name}.weight", weight)
         else:
-            setattr(parent, last, PackedLinear(found.weight, bias, found.input_order))
+            is_fp8 = name in self._fp8
+            layer = PackedLinear(found.weight, bias, found.input_order, fp8_activations=is_fp8)
+            setattr(parent, last, layer)
 
     # ---- experts ------------------------------------------------------------------------------
 

@@ -215,23 +215,6 @@ def read_linear(
     return PackedLinearWeight(_arrange_bytes(stored))
 
 
-def read_fp8(
-    read: Read, name: str, shape: tuple[int, int], quantization: Mapping[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Read the FP8 weight of a linear layer as it is stored; the arguments are `check_linear`'s.
-
-    Returns:
-        float8_e4m3fn [N, K], and float32 scales of its blocks.
-
-    Raises:
-        CheckpointError: as `read_linear`.
-    """
-    stored = check_linear(read, name, shape, quantization)
-    assert stored.kind == "fp8"
-    _check_scales(stored)
-    return stored.tensors["weight"].contiguous(), _scales_of_bytes(stored)
-
-
 def check_mxfp4(blocks: Tensor, scales: Tensor, name: str, shape: tuple[int, int, int]) -> None:
     """Refuse weights of experts, as gpt-oss publishes them, of other shapes or types.
 

@@ -10,16 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.launch import DeviceLimits
-from peagle.kernels.linear.fp8_activations import FP8, QuantisedRows, quantise
+from peagle.kernels.linear.experts import layout_of
+from peagle.kernels.linear.fp8_activations import FP8, QuantisedRows, quantise, tiled_inputs
 from peagle.kernels.linear.fp8_linear import (
+    MIN_ROWS,
     Fp8Config,
     choose_config,
     fp8_linear,
     library_obstacle,
     library_product,
     library_scales,
+    numbers_of,
     triton_product,
 )
+from peagle.kernels.linear.packed_linear import packed_linear
+from peagle.kernels.linear.packed_weights import PackedWeight, make_fp8
 from tests.kernels.compile_for_card import SHARED_BYTES
 from tests.kernels.devices import DEVICES, compile_for_card
 
@@ -29,23 +34,24 @@ N, K = 256, 640
 H200 = DeviceLimits(132, 227 * 1024)
 
 
-def make_weight(n: int, k: int, device: str) -> tuple[Tensor, Tensor]:
+def make_weight(n: int, k: int, device: str) -> PackedWeight:
     """A weight as a checkpoint stores it, with scales that differ."""
     q = torch.randn(n, k).mul(60).to(FP8)
     scale = torch.rand(n // 128, k // 128).add(0.5) / (60 * k**0.5)
-    return q.to(device), scale.to(device)
+    return make_fp8(q.to(device), scale.to(device), (128, 128))
 
 
-def plain(q: Tensor, scale: Tensor) -> Tensor:
-    return q.double() * scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+def plain(weight: PackedWeight) -> Tensor:
+    return weight.unpack(torch.float32).double()
 
 
 def quantise_in_torch(x: Tensor) -> QuantisedRows:
     """`quantise` in plain torch."""
     parts = x.float().unflatten(1, (-1, 128))
     scale = parts.abs().amax(-1).clamp(min=1e-10) / 448
-    q = (parts / scale[..., None]).to(FP8).flatten(1)
-    return QuantisedRows(q, scale.T.contiguous(), len(x))
+    q = (parts / scale[..., None]).to(FP8).flatten(1).view(torch.uint8)
+    in_order = q[:, tiled_inputs(x.shape[1]).to(q.device)].view(FP8)
+    return QuantisedRows(in_order, scale.T.contiguous(), len(x))
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -71,19 +77,19 @@ def test_quantises_as_torch(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 64, 130])
 def test_products_of_the_same_numbers(rows: int, device: str) -> None:
     torch.manual_seed(rows)
-    q, scale = make_weight(N, K, device)
+    weight = make_weight(N, K, device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     bias = torch.randn(N).to(device, dtype) if rows % 2 == 0 else None
-    x = torch.randn(1, rows, K).to(device, dtype)
-    found = fp8_linear(x, q, scale, bias)
-    assert found.shape == (1, rows, N) and found.dtype == dtype and found.is_contiguous()
+    x = torch.randn(rows, K).to(device, dtype)
+    found = fp8_linear(x, weight, bias)
+    assert found.shape == (rows, N) and found.dtype == dtype and found.is_contiguous()
     if not rows:
         return
     added = 0 if bias is None else bias.double()
-    same_numbers = F.linear(quantise(x[0]).dequantise().double(), plain(q, scale)) + added
-    assert distance(found[0], same_numbers) < (1e-5 if device == "cpu" else 4e-3)
+    same_numbers = F.linear(quantise(x).dequantise().double(), plain(weight)) + added
+    assert distance(found, same_numbers) < (1e-5 if device == "cpu" else 4e-3)
     # Rounding to three bits behind a one is off by 2^-4 at most, and by less on average.
-    assert distance(found[0], F.linear(x[0].double(), plain(q, scale)) + added) < 2**-4
+    assert distance(found, F.linear(x.double(), plain(weight)) + added) < 2**-4
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -91,12 +97,12 @@ def test_products_of_the_same_numbers(rows: int, device: str) -> None:
 @pytest.mark.parametrize("split_k", [1, 2, 4])
 def test_every_way_to_cut_a_product(config: Any, split_k: int, device: str) -> None:
     torch.manual_seed(0)
-    q, scale = make_weight(N, 384, device)  # the last of four shares is empty
+    weight = make_weight(N, 384, device)  # the last of four shares is empty
     x = quantise(torch.randn(35, 384, device=device))
     config = Fp8Config(*(config.block_m, config.block_n, 4, 2, config.wx, split_k))
     for _ in range(2):  # counters are zero again
-        out = triton_product(x, q, scale, dtype=torch.float32, config=config)
-        assert distance(out, F.linear(x.dequantise().double(), plain(q, scale))) < 1e-5
+        out = triton_product(x, weight, dtype=torch.float32, config=config)
+        assert distance(out, F.linear(x.dequantise().double(), plain(weight))) < 1e-5
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -104,14 +110,14 @@ def test_every_way_to_cut_a_product(config: Any, split_k: int, device: str) -> N
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_rows_stay_alone(bad: float, rows: int, device: str) -> None:
     torch.manual_seed(0)
-    q, scale = make_weight(128, 128, device)
+    weight = make_weight(128, 128, device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     x = torch.randn(rows, 128).to(device, dtype)
     x[2] = 0
-    expected = fp8_linear(x, q, scale)
+    expected = fp8_linear(x, weight)
     assert not expected[2].any(), "a row of zeros gives zeros"
     x[1, 7] = bad
-    found = fp8_linear(x, q, scale)
+    found = fp8_linear(x, weight)
     if device == "cuda":  # the interpreter makes another number of NaN in FP8
         assert found[1].isnan().all()
     others = [row for row in range(rows) if row != 1]
@@ -121,9 +127,9 @@ def test_bad_rows_stay_alone(bad: float, rows: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_takes_rows_that_are_not_contiguous(device: str) -> None:
     torch.manual_seed(0)
-    q, scale = make_weight(128, 128, device)
+    weight = make_weight(128, 128, device)
     x = torch.randn(3, 256, device=device)
-    assert torch.equal(fp8_linear(x[:, :128], q, scale), fp8_linear(x[:, :128].clone(), q, scale))
+    assert torch.equal(fp8_linear(x[:, :128], weight), fp8_linear(x[:, :128].clone(), weight))
 
 
 def test_parameters_follow_the_rows() -> None:
@@ -160,30 +166,46 @@ def test_the_library_computes_the_same(k: int) -> None:
     if reason := library_obstacle(torch.device("cuda")):
         pytest.skip(reason)
     torch.manual_seed(0)
-    q, scale = make_weight(N, k, "cuda")
+    weight = make_weight(N, k, "cuda")
     x, bias = quantise(torch.randn(131, k, device="cuda", dtype=torch.bfloat16)), torch.randn(N)
     bias = bias.to("cuda", torch.bfloat16)
-    expected = F.linear(x.dequantise().double(), plain(q, scale)) + bias.double()
-    assert distance(library_product(x, q, scale, bias), expected) < 5e-3
+    expected = F.linear(x.dequantise().double(), plain(weight)) + bias.double()
+    assert distance(library_product(x, weight, bias), expected) < 5e-3
 
 
-def test_a_compiler_sees_one_operator() -> None:
-    x = torch.empty(2, 3, K, dtype=torch.bfloat16, device="meta")
-    q = torch.empty(N, K, dtype=FP8, device="meta")
-    out = fp8_linear(x, q, torch.empty(N // 128, K // 128, device="meta"))
-    assert (out.shape, out.dtype) == ((2, 3, N), torch.bfloat16)
+@pytest.mark.parametrize("device", DEVICES)
+def test_few_rows_keep_their_activations(device: str) -> None:
+    torch.manual_seed(0)
+    weight, dtype = make_weight(N, K, device), torch.float32 if device == "cpu" else torch.bfloat16
+    bias = torch.randn(N).to(device, dtype)
+    x = torch.randn(1, MIN_ROWS, K).to(device, dtype)
+    many = packed_linear(x, weight, bias, fp8_activations=True)
+    assert many.shape == (1, MIN_ROWS, N) and torch.equal(many[0], fp8_linear(x[0], weight, bias))
+    few = x[:, 1:]
+    found = packed_linear(few, weight, bias, fp8_activations=True)
+    assert torch.equal(found, packed_linear(few, weight, bias))
+    assert not torch.equal(many, packed_linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_takes_numbers_out_of_tiles(device: str) -> None:
+    """Every number of e4m3 at every place of a word."""
+    q = (torch.arange(256)[:, None] + 3 * torch.arange(384)).to(torch.uint8)
+    weight = make_fp8(q.view(FP8).to(device), torch.ones(2, 3, device=device), (128, 128))
+    assert torch.equal(numbers_of(weight).view(torch.uint8).cpu(), q[:, tiled_inputs(384)])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_operator_is_what_it_says(device: str) -> None:
     torch.manual_seed(0)
-    q, scale = make_weight(128, 128, device)
+    weight = make_weight(128, 128, device)
+    bias = torch.randn(128, device=device, dtype=torch.bfloat16)
     for rows in (3, 130):
         x = torch.randn(rows, 128, device=device, dtype=torch.bfloat16)
-        bias = torch.randn(128, device=device, dtype=torch.bfloat16)
         # Other checks compute with numbers in FP8, which torch does not do.
+        arguments = x, weight.data, weight.scale, None, bias, [*layout_of(weight), 1]
         found = torch.library.opcheck(
-            *(torch.ops.peagle.fp8_linear, (x, q, scale, bias)), test_utils="test_faketensor"
+            *(torch.ops.peagle.packed_linear, arguments), test_utils="test_faketensor"
         )
         assert found == {"test_faketensor": "SUCCESS"}
 
@@ -192,22 +214,24 @@ def test_the_operator_is_what_it_says(device: str) -> None:
 @pytest.mark.parametrize("rows", [1, 17, 130])
 def test_a_graph_computes_the_same(rows: int) -> None:
     torch.manual_seed(rows)
-    q, scale = make_weight(N, 1024, "cuda")
+    weight = make_weight(N, 1024, "cuda")
     x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
-    fp8_linear(x, q, scale)  # outside of graphs first, as the engine does
+    fp8_linear(x, weight)  # outside of graphs first, as the engine does
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = fp8_linear(x, q, scale)
+        out = fp8_linear(x, weight)
     x.copy_(torch.randn_like(x))
     for _ in range(2):
         graph.replay()
-        assert torch.equal(out, fp8_linear(x, q, scale))
+        assert torch.equal(out, fp8_linear(x, weight))
 
 
 @pytest.mark.slow
 def test_compiles_for_cards() -> None:
     found = compile_for_card("fp8")
-    assert found.pop("quantise")["stack"] == 0 and len(found) == 6
+    assert all(found.pop(name)["stack"] == 0 for name in ("quantise", "numbers"))
+    assert len(found) == 8
     for name, needs in found.items():
         assert needs["mma"], name
         assert needs["shared"] <= SHARED_BYTES[int(name.split()[0])], name
+        assert needs["whole_words"] and needs["stack"] <= 16, (name, needs)

@@ -430,9 +430,9 @@ def experts_in_fp8(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chosen
         "dtype": x_TH.dtype,
         "config": config,
     }
-    rows = quantise(x_TH.contiguous(), tiled=True)
+    rows = quantise(x_TH.contiguous())
     inner_SI = fp8_experts.experts_product(rows, up, has_gate=True, chosen=chosen, **shared)
-    return fp8_experts.experts_product(quantise(inner_SI, tiled=True), experts.down, **shared)
+    return fp8_experts.experts_product(quantise(inner_SI), experts.down, **shared)
 
 
 def _epilogue(

@@ -1,4 +1,4 @@
-"""Activations in FP8, with a scale for each row and 128 inputs.
+"""Activations in FP8, with a scale for each row and 128 inputs, for products with tiled weights.
 
     q = x / scale, scale = the largest magnitude of the 128 inputs / 448
 
@@ -25,23 +25,21 @@ class QuantisedRows:
     """Activations in FP8.
 
     Attributes:
-        q: [M, K], and after them rows without values, up to a multiple of what the library takes.
+        q: [M, K], the inputs of a row in the order of `tiled_inputs`; and after them rows without
+            values, up to a multiple of what the library takes.
         scale: float32 [K / 128, rows of q], which the library reads as [rows of q, K / 128].
         num_rows: M.
-        is_tiled: the inputs of a row lie in the order of `tiled_inputs`.
     """
 
     q: Tensor
     scale: Tensor
     num_rows: int
-    is_tiled: bool = False
 
     def dequantise(self) -> Tensor:
         """Return the numbers in float32, [M, K], in the order of x."""
         numbers = self.q.float() * self.scale.T.repeat_interleave(BLOCK, 1)
-        if self.is_tiled:
-            numbers = numbers[:, tiled_inputs(numbers.shape[1]).argsort().to(numbers.device)]
-        return numbers[: self.num_rows]
+        in_order = tiled_inputs(numbers.shape[1]).argsort().to(numbers.device)
+        return numbers[: self.num_rows, in_order]
 
 
 def tiled_inputs(k: int) -> Tensor:
@@ -56,12 +54,11 @@ def tiled_inputs(k: int) -> Tensor:
     return place // 64 * 64 + 16 * group + 8 * (1 - byte % 2) + 2 * thread + byte // 2
 
 
-def quantise(x: Tensor, *, tiled: bool = False) -> QuantisedRows:
+def quantise(x: Tensor) -> QuantisedRows:
     """Quantise rows in Triton, in one pass. NaN or infinity in a row changes no other row.
 
     Args:
         x: [M, K], contiguous; K is a multiple of 128.
-        tiled: put the inputs into the order of `tiled_inputs`, for products with tiled weights.
     """
     from peagle.kernels.linear import fp8_linear_triton
 
@@ -82,7 +79,6 @@ def quantise(x: Tensor, *, tiled: bool = False) -> QuantisedRows:
             padded,
             ROWS=_QUANTISED_ROWS,
             LARGEST=torch.finfo(FP8).max,
-            TILED=tiled,
             num_warps=4,
         )
-    return QuantisedRows(q, scale, num_rows, tiled)
+    return QuantisedRows(q, scale, num_rows)

@@ -2,10 +2,7 @@
 
     y[s] = down(silu(gate(x[s])) * up(x[s])) of the expert of s
 
-Activations have a scale for each row and 128 inputs, weights for each 128 x 128. The weights are
-those of `PackedWeight`, which the kernels for few rows read too: their words turn into the four
-numbers that they hold while they are loaded, and the inputs of x are put into the same order when
-x is quantised (`tiled_inputs`).
+Activations, weights and their orders are those of `fp8_linear`.
 
 Shapes: S assignments of tokens to E experts, N outputs, K inputs.
 """
@@ -19,7 +16,7 @@ from torch import Tensor
 
 from peagle.kernels.launch import DeviceLimits, launch
 from peagle.kernels.linear.fp8_activations import BLOCK, QuantisedRows
-from peagle.kernels.linear.fp8_linear import Fp8Config
+from peagle.kernels.linear.fp8_linear import Fp8Config, fits_fp8
 from peagle.kernels.linear.packed_weights import PackedWeight
 
 # Assignments of an expert on average, from which on FP8 activations are used: with fewer the
@@ -37,13 +34,6 @@ def choose_config(num_assignments: int, num_experts: int, limits: DeviceLimits) 
     return replace(config, num_stages=stages)
 
 
-def fits_fp8(weight: PackedWeight) -> bool:
-    """Return whether `experts_product` can multiply with a weight."""
-    sizes = (weight.num_outputs, weight.num_inputs)
-    is_whole = not any(size % BLOCK for size in sizes)
-    return weight.format == "fp8" and weight.block == (BLOCK, BLOCK) and is_whole
-
-
 def experts_product(
     x: QuantisedRows,
     weight: PackedWeight,
@@ -58,7 +48,7 @@ def experts_product(
     """Multiply in Triton, [S, N], or with a gate silu(gate) * up, [S, N / 2].
 
     Args:
-        x: [S / chosen, K], in the order of `tiled_inputs`.
+        x: [S / chosen, K].
         weight: [E, N, K], of which `fits_fp8` is true; with a gate the rows of gate are first.
         plan: `plan_tiles` of the assignments for `config.block_m`.
         num_assignments: S.
@@ -75,7 +65,7 @@ def experts_product(
     assert fits_fp8(weight) and scale is not None and n % BLOCK == 0 and config.split_k == 1
     assert data.is_contiguous() and scale.is_contiguous()
     assert BLOCK % config.block_n == 0 and odd_rows == 0
-    assert x.is_tiled and x.q.shape[1] == k and x.num_rows * chosen == num_assignments
+    assert x.q.shape[1] == k and x.num_rows * chosen == num_assignments
     out = torch.empty(num_assignments, n, dtype=dtype, device=data.device)
     tiles = (plan.numel() - num_assignments) // 3
     if tiles == 0:

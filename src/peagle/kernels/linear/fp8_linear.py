@@ -1,8 +1,11 @@
-"""Linear layers over FP8 activations and FP8 weights: y = x W^T + bias.
+"""Products of FP8 activations and FP8 weights: y = x W^T + bias.
 
 Activations have a scale for each row and 128 inputs (`fp8_activations`), weights for each
 128 x 128. Sums of 128 inputs come from the matrix unit in FP8 and are added up in float32. The
-product of many rows is the library's where it takes such scales, else Triton's.
+weights are those of `PackedWeight`, which products of few rows read too: a word turns into the four
+numbers that it holds while it is loaded, and the inputs of x are put into the same order
+(`tiled_inputs`). The product of many rows is the library's where it takes such scales, of numbers
+that are taken out of the tiles first.
 
 Shapes: M rows of x, N outputs, K inputs; N and K are multiples of 128.
 """
@@ -17,10 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.launch import MAX_ARRIVALS, DeviceLimits, arrivals, launch
-from peagle.kernels.linear.fp8_activations import BLOCK, QuantisedRows, quantise
+from peagle.kernels.linear.fp8_activations import BLOCK, FP8, QuantisedRows, quantise
+from peagle.kernels.linear.packed_weights import PackedWeight
 
-# Rows that Triton multiplies where the library can too, at most (H200, docs/lab/roofline.md).
-MAX_ROWS = 128
+# Rows from which on activations are rounded: the weights alone bound products of fewer rows, and a
+# launch that quantises them costs more than it gains (H200, docs/lab/roofline.md).
+MIN_ROWS = 16
+# Rows that Triton multiplies where the library can too, at most: it has to take the weight out of
+# its tiles.
+MAX_ROWS = 512
+_UNTILED_ROWS = 16  # of one program
 _MIN_BLOCKS = 4  # of 128 inputs, in a share of a sum
 _LONG_SHARE = 32  # blocks, from which on a share is cut in two where the card has room
 _LIBRARY_CAPABILITY = (9, 0)
@@ -62,46 +71,34 @@ class Fp8Config:
 _CONFIGS = (
     (16, Fp8Config(16, 64, 4, 4, wx=True)),
     (32, Fp8Config(32, 64, 4, 4, wx=True)),
-    (MAX_ROWS, Fp8Config(64, 32, 4, 4)),
+    (128, Fp8Config(64, 32, 4, 4)),
 )
 _MANY_ROWS = Fp8Config(128, 64, 8, 3)
 
 
-def fp8_linear(x: Tensor, q_NK: Tensor, scale: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """Compute x W^T + bias over x in FP8; a compiler sees the operator `peagle::fp8_linear`.
+def fits_fp8(weight: PackedWeight) -> bool:
+    """Return whether a weight is one that FP8 activations can be multiplied with."""
+    sizes = (weight.num_outputs, weight.num_inputs)
+    is_whole = not any(size % BLOCK for size in sizes)
+    return weight.format == "fp8" and weight.block == (BLOCK, BLOCK) and is_whole
+
+
+def fp8_linear(x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
+    """Compute x W^T + bias over x in FP8, [M, N] in the type of x.
 
     NaN or infinity in a row of x makes that row of the result NaN, and changes no other row.
 
     Args:
-        x: [..., K].
-        q_NK: float8_e4m3fn, contiguous.
-        scale: float32 [N / 128, K / 128], contiguous.
+        x: [M, K].
+        weight: [N, K], of which `fits_fp8` is true.
         bias_N: [N].
-
-    Returns:
-        [..., N] in the type of x, contiguous.
     """
-    out_MN = torch.ops.peagle.fp8_linear(x.reshape(-1, x.shape[-1]), q_NK, scale, bias_N)
-    return out_MN.view(*x.shape[:-1], q_NK.shape[0])
-
-
-@torch.library.custom_op(
-    "peagle::fp8_linear",
-    mutates_args=(),
-    schema="(Tensor x, Tensor q, Tensor scale, Tensor? bias) -> Tensor",
-)
-def _fp8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     rows = quantise(x.contiguous())
     if rows.num_rows > MAX_ROWS and x.dtype == torch.bfloat16 and not library_obstacle(x.device):
-        return library_product(rows, q, scale, bias)
-    n, k = q.shape
-    config = choose_config(rows.num_rows, n, k, DeviceLimits.of(x.device))
-    return triton_product(rows, q, scale, bias, dtype=x.dtype, config=config)
-
-
-@_fp8_linear.register_fake
-def _(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], q.shape[0])
+        return library_product(rows, weight, bias_N)
+    limits = DeviceLimits.of(x.device)
+    config = choose_config(rows.num_rows, weight.num_outputs, weight.num_inputs, limits)
+    return triton_product(rows, weight, bias_N, dtype=x.dtype, config=config)
 
 
 def choose_config(num_rows: int, n: int, k: int, limits: DeviceLimits) -> Fp8Config:
@@ -125,20 +122,20 @@ def split_for(programs: float, k: int, num_sms: int) -> int:
 
 def triton_product(
     x: QuantisedRows,
-    q_NK: Tensor,
-    scale: Tensor,
+    weight: PackedWeight,
     bias_N: Tensor | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
     config: Fp8Config,
 ) -> Tensor:
-    """Multiply in Triton, [M, N]; the arguments are those of `fp8_linear`."""
+    """Multiply in Triton, [M, N]; weight and bias are those of `fp8_linear`."""
     from peagle.kernels.linear import fp8_linear_triton
 
-    n, k = q_NK.shape
-    assert n % BLOCK == 0 and BLOCK % config.block_n == 0 and n % (2 * config.block_n) == 0
-    assert q_NK.is_contiguous() and scale.is_contiguous()
-    out = torch.empty(x.num_rows, n, dtype=dtype, device=q_NK.device)
+    n, k, data, scale = weight.num_outputs, weight.num_inputs, weight.data, weight.scale
+    assert fits_fp8(weight) and scale is not None
+    assert BLOCK % config.block_n == 0 and n % (2 * config.block_n) == 0
+    assert data.is_contiguous() and scale.is_contiguous()
+    out = torch.empty(x.num_rows, n, dtype=dtype, device=data.device)
     tiles, columns = -(-x.num_rows // config.block_m), n // (2 * config.block_n)
     if tiles == 0:
         return out
@@ -149,7 +146,7 @@ def triton_product(
         out,
         x.q,
         x.scale,
-        q_NK,
+        data,
         scale,
         out if bias_N is None else bias_N,
         partial,
@@ -163,6 +160,7 @@ def triton_product(
         SPLIT_K=config.split_k,
         STAGES=config.num_stages,
         HAS_BIAS=bias_N is not None,
+        ASM=data.is_cuda,
         WX=config.wx,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -202,23 +200,44 @@ def library_obstacle(device: torch.device) -> str | None:
 
 def library_product(
     x: QuantisedRows,
-    q_NK: Tensor,
-    scale: Tensor,
+    weight: PackedWeight,
     bias_N: Tensor | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Multiply by `torch.nn.functional.scaled_mm`, [M, N]; the arguments are `fp8_linear`'s."""
+    """Multiply by `torch.nn.functional.scaled_mm`, [M, N]; the arguments are `triton_product`'s."""
+    assert weight.scale is not None
     out = F.scaled_mm(
         x.q,
-        q_NK.T,
+        numbers_of(weight).T,
         x.scale.T,
         F.ScalingType.BlockWise1x128,
-        library_scales(scale),
+        library_scales(weight.scale),
         F.ScalingType.BlockWise128x128,
         output_dtype=dtype,
     )[: x.num_rows]
     return out if bias_N is None else out.add_(bias_N)
+
+
+def numbers_of(weight: PackedWeight) -> Tensor:
+    """Take the numbers of a weight out of its tiles, float8_e4m3fn [N, K], each row in the order
+    of `tiled_inputs`.
+    """
+    from peagle.kernels.linear import fp8_linear_triton
+
+    n, k = weight.num_outputs, weight.num_inputs
+    assert fits_fp8(weight) and weight.data.is_contiguous()
+    words = torch.empty(n, k // 4, dtype=torch.int32, device=weight.data.device)
+    launch(
+        fp8_linear_triton.numbers_kernel,
+        (n // _UNTILED_ROWS, k // BLOCK),
+        words,
+        weight.data.view(torch.int32),
+        k,
+        ROWS=_UNTILED_ROWS,
+        num_warps=4,
+    )
+    return words.view(FP8)
 
 
 def library_scales(scale: Tensor) -> Tensor:

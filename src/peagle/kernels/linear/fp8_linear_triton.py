@@ -1,5 +1,5 @@
 """Triton kernels of `fp8_activations`, `fp8_linear` and `fp8_experts`: FP8 activations, and their
-products.
+products with weights in tiles.
 
 Shapes: M rows of x, N outputs, K inputs, S assignments of rows to E experts; N and K are multiples
 of 128.
@@ -29,7 +29,7 @@ _WORD_ASM = tl.constexpr(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def quantise_kernel(
-    q_ptr,  # float8e4nv [M, K], contiguous
+    q_ptr,  # float8e4nv [M, K], contiguous, in the order of `tiled_inputs`
     scale_ptr,  # float32 [K / 128, stride_scale]
     x_ptr,  # [M, K], contiguous
     num_rows,
@@ -37,7 +37,6 @@ def quantise_kernel(
     stride_scale,
     ROWS: tl.constexpr,
     LARGEST: tl.constexpr,
-    TILED: tl.constexpr,  # put the inputs into the order of tiled weights
 ):
     """q = x / scale, where scale is the largest magnitude of a row's 128 inputs over LARGEST."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -45,10 +44,9 @@ def quantise_kernel(
     is_row = rows < num_rows
     first = rows.to(tl.int64)[:, None] * num_k + block * BLOCK
     place = tl.arange(0, BLOCK)[None, :]
-    k = place
-    if TILED:  # `fp8_activations.tiled_inputs`
-        k = place // 64 * 64 + place // 4 % 4 * 16 + (1 - place % 2) * 8
-        k += place // 16 % 4 * 2 + place // 2 % 2
+    # The order of `fp8_activations.tiled_inputs`.
+    k = place // 64 * 64 + place // 4 % 4 * 16 + (1 - place % 2) * 8
+    k += place // 16 % 4 * 2 + place // 2 % 2
     x = tl.load(x_ptr + first + k, mask=is_row[:, None], other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / LARGEST
     q = (x / scale[:, None]).to(q_ptr.dtype.element_ty)
@@ -57,15 +55,31 @@ def quantise_kernel(
 
 
 @triton.jit
-def _weight_ptrs(w_ptr, first, num_k, BLOCK_N: tl.constexpr, TILED: tl.constexpr):
-    """Return pointers to the first 128 inputs of BLOCK_N rows, [BLOCK_N, 128]."""
+def numbers_kernel(
+    out_ptr,  # int32 [N, K / 4], contiguous
+    w_ptr,  # int32 of `PackedWeight.data`, contiguous
+    num_k,
+    ROWS: tl.constexpr,
+):
+    """Store the numbers of 128 inputs of ROWS rows of a weight, in the order of `tiled_inputs`."""
+    n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    word = tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
+    at = (n // 64 * (num_k // 64) + word // 16).to(tl.int64) * (TILE_BYTES // 4)
+    words = tl.load(w_ptr + at + n % 64 * 16 + word % 16).to(tl.uint32, bitcast=True)
+    # As `_WORD_ASM`.
+    low = (words & 0x800F800F) | (words << 4 & 0x7FF07FF0)
+    high = (words >> 4 & 0x00800080) | (words >> 8 & 0xFF7FFF7F)
+    numbers = (high & 0x00F000F0) | (low & 0xFF0FFF0F)
+    out_at = out_ptr + n.to(tl.int64) * (num_k // 4) + word
+    tl.store(out_at, numbers.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _weight_ptrs(w_ptr, first, num_k, BLOCK_N: tl.constexpr):
+    """Return pointers to the first 128 inputs of BLOCK_N rows of tiles, [BLOCK_N, 128]."""
     n = first + tl.arange(0, BLOCK_N)[:, None]
     k = tl.arange(0, BLOCK)[None, :]
-    if TILED:
-        offs = (n // 64 * (num_k // 64) + k // 64) * TILE_BYTES + n % 64 * 64 + k % 64
-    else:
-        offs = n * num_k + k
-    return w_ptr + offs
+    return w_ptr + (n // 64 * (num_k // 64) + k // 64) * TILE_BYTES + n % 64 * 64 + k % 64
 
 
 @triton.jit
@@ -86,13 +100,9 @@ def _numbers(data, ASM: tl.constexpr):
 
 
 @triton.jit
-def _add_block(
-    acc, x, x_scale, w_ptrs, w_scale, TILED: tl.constexpr, ASM: tl.constexpr, WX: tl.constexpr
-):
+def _add_block(acc, x, x_scale, w_ptrs, w_scale, ASM: tl.constexpr, WX: tl.constexpr):
     """acc plus the product of 128 inputs, times both scales."""
-    w = tl.load(w_ptrs)
-    if TILED:
-        w = _numbers(w, ASM)
+    w = _numbers(tl.load(w_ptrs), ASM)
     if WX:
         part = tl.dot(w, tl.trans(x)) * (w_scale * x_scale)[None, :]
     else:
@@ -102,11 +112,11 @@ def _add_block(
 
 @triton.jit
 def multiply_tile(
-    x_ptr,  # float8e4nv [rows, K], contiguous; with TILED in the order of `tiled_inputs`
+    x_ptr,  # float8e4nv [rows, K], contiguous, in the order of `tiled_inputs`
     x_scale_ptr,  # float32 [K / 128, stride_x_scale]
     row,  # int [BLOCK_M]: rows of x
     is_row,
-    w_ptr,  # float8e4nv [N, K], contiguous; with TILED the uint8 of `PackedWeight.data`
+    w_ptr,  # uint8 [N, K] in tiles, contiguous: `PackedWeight.data`
     w_scale_ptr,  # float32 [N / 128, K / 128], contiguous
     first_a,  # outputs that the two halves of a tile begin with, multiples of BLOCK_N
     first_b,
@@ -118,8 +128,7 @@ def multiply_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # up to 128
     STAGES: tl.constexpr,
-    TILED: tl.constexpr,
-    ASM: tl.constexpr,  # with TILED, unpack by assembly
+    ASM: tl.constexpr,  # unpack by assembly
     WX: tl.constexpr,  # multiply W x^T in the matrix unit, not x W^T
 ):
     """Return x W^T in float32 [BLOCK_M, BLOCK_N] for both halves of a tile of outputs, and whether
@@ -129,9 +138,8 @@ def multiply_tile(
     by the scales of x and of the weight before it is added.
     """
     blocks_k = num_k // BLOCK
-    w_a = _weight_ptrs(w_ptr, first_a, num_k, BLOCK_N, TILED)
-    w_b = _weight_ptrs(w_ptr, first_b, num_k, BLOCK_N, TILED)
-    STRIDE: tl.constexpr = 2 * TILE_BYTES if TILED else BLOCK
+    w_a = _weight_ptrs(w_ptr, first_a, num_k, BLOCK_N)
+    w_b = _weight_ptrs(w_ptr, first_b, num_k, BLOCK_N)
     scale_a = w_scale_ptr + first_a // BLOCK * blocks_k
     scale_b = w_scale_ptr + first_b // BLOCK * blocks_k
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * num_k + tl.arange(0, BLOCK)[None, :]
@@ -141,11 +149,11 @@ def multiply_tile(
     share = tl.cdiv(blocks_k, SPLIT_K)
     last = tl.minimum((split + 1) * share, blocks_k)
     for block in tl.range(split * share, last, num_stages=STAGES):
-        at = block * STRIDE
+        at = block * (2 * TILE_BYTES)
         x = tl.load(x_ptrs + block * BLOCK, mask=is_row[:, None], other=0.0)
         x_scale = tl.load(x_scale_ptr + block * stride_x_scale + row, mask=is_row, other=0.0)
-        acc_a = _add_block(acc_a, x, x_scale, w_a + at, tl.load(scale_a + block), TILED, ASM, WX)
-        acc_b = _add_block(acc_b, x, x_scale, w_b + at, tl.load(scale_b + block), TILED, ASM, WX)
+        acc_a = _add_block(acc_a, x, x_scale, w_a + at, tl.load(scale_a + block), ASM, WX)
+        acc_b = _add_block(acc_b, x, x_scale, w_b + at, tl.load(scale_b + block), ASM, WX)
     is_last = True
     if SPLIT_K > 1:
         tile = tl.program_id(1) * (tl.num_programs(0) // SPLIT_K) + tl.program_id(0) // SPLIT_K
@@ -168,9 +176,9 @@ def _store_half(out_ptrs, acc, bias_ptrs, is_row, HAS_BIAS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     out_ptr,  # [M, N], contiguous
-    x_ptr,  # float8e4nv [M, K], contiguous
+    x_ptr,  # float8e4nv [M, K], contiguous, in the order of `tiled_inputs`
     x_scale_ptr,  # float32 [K / 128, stride_x_scale]
-    w_ptr,  # float8e4nv [N, K], contiguous
+    w_ptr,  # uint8 [N, K] in tiles, contiguous
     w_scale_ptr,  # float32 [N / 128, K / 128], contiguous
     bias_ptr,  # [N], where HAS_BIAS
     partial_ptr,  # float32 [tiles, SPLIT_K, 2, BLOCK_M * BLOCK_N], where SPLIT_K > 1
@@ -184,6 +192,7 @@ def linear_kernel(
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ASM: tl.constexpr,
     WX: tl.constexpr,
 ):
     """out = x W^T + bias for a tile of rows and of 2 * BLOCK_N outputs."""
@@ -207,8 +216,7 @@ def linear_kernel(
         BLOCK_M,
         BLOCK_N,
         STAGES,
-        False,
-        False,
+        ASM,
         WX,
     )
     if not is_last:
@@ -277,7 +285,6 @@ def experts_kernel(
         BLOCK_M,
         BLOCK_N,
         STAGES,
-        True,
         ASM,
         WX,
     )

@@ -1,7 +1,8 @@
 """Linear layers over packed weights: y = x W^T + bias.
 
 A product of few rows reads the weight as it is stored. One of many costs more than unpacking it
-once: that leaves the product to the library.
+once: that leaves the product to the library. From a number of rows on, FP8 weights may multiply FP8
+activations (`fp8_linear`).
 
 Shapes: M rows of x, N outputs, K inputs.
 """
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.linear.experts import can_use_registers, grouped_product, layout_of, make_weight
+from peagle.kernels.linear.fp8_linear import MIN_ROWS, fp8_linear
 from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.kernels.linear.unpacking import unpack_weight
 
@@ -21,13 +23,17 @@ MAX_ROWS = 128
 MAX_ROWS_IN_REGISTERS = 256
 
 
-def packed_linear(x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None) -> Tensor:
+def packed_linear(
+    x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None, *, fp8_activations: bool = False
+) -> Tensor:
     """Compute x W^T + bias in Triton; a compiler sees the operator `peagle::packed_linear`.
 
     Args:
         x: [..., K].
         weight: [N, K].
         bias_N: [N].
+        fp8_activations: round x to FP8 where it has `fp8_linear.MIN_ROWS` rows or more; the weight
+            must be one of `fp8_linear.fits_fp8`.
 
     Returns:
         [..., N], contiguous.
@@ -38,7 +44,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None)
         weight.scale,
         weight.zero,
         bias_N,
-        layout_of(weight),
+        [*layout_of(weight), int(fp8_activations)],
     )
     return out_MN.view(*x.shape[:-1], weight.num_outputs)
 
@@ -57,7 +63,10 @@ def _packed_linear(
     bias: Tensor | None,
     layout: list[int],
 ) -> Tensor:
+    *layout, is_fp8 = layout
     weight = make_weight(data, scale, zero, layout)
+    if is_fp8 and x.shape[0] >= MIN_ROWS:
+        return fp8_linear(x, weight, bias)
     if x.shape[0] > (MAX_ROWS_IN_REGISTERS if can_use_registers(x, weight) else MAX_ROWS):
         return F.linear(x, unpack_weight(weight, x.dtype), bias)
     return grouped_product(x, weight, bias)
@@ -66,4 +75,4 @@ def _packed_linear(
 @_packed_linear.register_fake
 def _(x: Tensor, *packed: Any) -> Tensor:
     data, scale, zero, _, layout = packed
-    return x.new_empty(x.shape[0], make_weight(data, scale, zero, layout).num_outputs)
+    return x.new_empty(x.shape[0], make_weight(data, scale, zero, layout[:-1]).num_outputs)
