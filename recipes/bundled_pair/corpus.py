@@ -330,6 +330,17 @@ def manifest(args, sources, entries, split, dropped) -> dict:
     }
 
 
+def one_line_each(manifest: dict[str, Any]) -> str:
+    """Return the manifest as JSON with a line for each package."""
+    lines = []
+    for key, value in manifest.items():
+        text = json.dumps(value)
+        if key in ("packages", "refused"):
+            text = "[\n" + ",\n".join(f"  {json.dumps(one)}" for one in value) + "\n ]"
+        lines.append(f' "{key}": {text}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--shared", type=Path, required=True, help="holds data/ and corpus/")
@@ -347,7 +358,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     result = build(args)
-    args.manifest.write_text(json.dumps(result, indent=1) + "\n")
+    args.manifest.write_text(one_line_each(result))
     print(json.dumps({k: result[k] for k in ("sizes", "licences", "dropped")}, indent=1))
 
 
