@@ -28,6 +28,7 @@ VARIABLES = {
     "PEAGLE_SPECULATIVE_CONFIG": "The speculative configuration in vLLM's form, a JSON object.",
     "PEAGLE_SAMPLING": "The table [sampling] as a JSON object.",
     "PEAGLE_SERVER": "The table [server] as a JSON object.",
+    "PEAGLE_ADMIN_KEY": "Admin key of the server that `peagle adapt --serve` hands a head to.",
     "PEAGLE_API_KEY": "The key that a server asks for, and the key that a client sends.",
     "PEAGLE_CACHE": "Folder of compiled code; ~/.cache/peagle without it.",
     "PEAGLE_CATALOG": "File of catalog entries of your own, in place of "
