@@ -271,6 +271,24 @@ def test_a_drained_server_must_finish_and_refuse(scripts: Scripts, load: Any) ->
         assert text in "; ".join(drain.judge(answers, late, status, 2.0, 3.0)[1])
 
 
+def test_swaps_must_lose_change_and_delay_nothing(scripts: Scripts, load: Any) -> None:
+    judge = scripts["swaps"].judge
+
+    def timed(text: str, *times: float) -> Any:
+        one = whole(load, text)
+        return load.Answer(status=200, events=list(zip(times, (raw for _, raw in one.events))))
+
+    quiet = [timed("a", 0.0, 0.1, 0.2), timed("b", 0.0, 0.1, 0.2)]
+    figures, missed = judge(quiet, [*quiet, *quiet, quiet[0]], 2.0)
+    assert missed == [] and figures["between_tokens_ms_p99"] == [100.0, 100.0]
+    for busy, text in (
+        ([quiet[1]], "1 outputs changed"),
+        ([load.Answer(status=503)], "1 requests were lost"),
+        ([timed("a", 0.0, 0.1, 0.4)], "rose from 100.0 to 300.0"),
+    ):
+        assert text in "; ".join(judge(quiet, busy, 2.0)[1])
+
+
 def test_arrivals_do_not_wait_for_answers(scripts: Scripts, load: Any) -> None:
     arrived, may_answer = 0, asyncio.Event()
 
