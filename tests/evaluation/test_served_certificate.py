@@ -13,10 +13,12 @@ import pytest
 from peagle.client.logprobs import scored_tokens
 from peagle.evaluation.certify.options import ServedOptions
 from peagle.evaluation.certify.served import fit_tokens, is_near_tie
+from peagle.evaluation.endpoint import _pause
+from peagle.evaluation.http_client import Reply
 from peagle.results import ServedCertificate, read_document
 from tests.cli.conftest import Peagle, peagle  # noqa: F401 - a fixture
 from tests.evaluation.fake_endpoint import endpoint
-from tests.evaluation.toy_server import ToyServer
+from tests.evaluation.toy_server import END, ToyServer
 
 NAMES = ("sum", "mean", "largest", "length")
 TEXTS = [f"{name} of x: def function(x):" for name in NAMES]
@@ -177,6 +179,74 @@ def test_a_rate_that_stays_limited_is_named(certify: Any) -> None:
     assert (status, found) == (2, None)
     assert "limits the rate (429: slowly) and asks for a wait of 121 s" in text
     assert "Lower --concurrency" in text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e308, 0.0, 2.0, None, "high"])
+def test_log_probabilities_of_no_distribution_are_refused(certify: Any, value: Any) -> None:
+    """NaN differs from nothing, so that no comparison of the greedy part would find a fault."""
+
+    def told(number: int, choice: dict[str, Any]) -> dict[str, Any]:
+        given = choice["logprobs"]
+        tops = [dict.fromkeys(top, value) for top in given["top_logprobs"]]
+        values = {"token_logprobs": [value] * len(tops), "top_logprobs": tops}
+        return {**choice, "logprobs": given | values} if number > 12 else choice
+
+    status, found, text = certify(ToyServer(has_ids=True, told=told), "--samples", 0)
+    assert status == 2
+    assert "with \"log-probabilities of another form: {'tokens'" in text
+    assert found is None or not found.passed
+
+
+def test_log_probabilities_that_cease_are_named(certify: Any) -> None:
+    def told(number: int, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**choice, "logprobs": None} if number > 12 else choice
+
+    status, _, text = certify(ToyServer(has_ids=True, told=told), "--samples", 0)
+    assert status == 2
+    assert "with text and no log-probabilities, which it gave before" in text
+
+
+def test_a_server_that_says_nothing_does_not_pass(certify: Any) -> None:
+    status, found, text = certify(ToyServer(has_ids=True, is_mute=True))
+    assert status == 2
+    assert "answered every prompt without a token: nothing was tested" in text
+    assert not found.passed
+
+
+def test_answers_that_end_before_a_listed_token(certify: Any) -> None:
+    """A server that leaves the end out of the list: the rest is no sample of first tokens."""
+
+    def told(_: int, choice: dict[str, Any]) -> dict[str, Any]:
+        given = {name: list(values) for name, values in choice["logprobs"].items()}
+        if given["tokens"] and given["tokens"][-1] == f"token_id:{END}":
+            given = {name: values[:-1] for name, values in given.items()}
+        return {**choice, "logprobs": given}
+
+    _, found, text = certify(ToyServer(has_ids=True, told=told))
+    ended = [note for note in found.notes if "answers end before a token" in note]
+    assert len(ended) + len(found.distribution) >= 2 and ended, text
+    assert all(test.passed for test in found.distribution)
+
+
+@pytest.mark.parametrize(("status", "advice"), [(400, "--set"), (503, "Look at the server's log")])
+def test_a_refusal_has_fitting_advice(certify: Any, status: int, advice: str) -> None:
+    server = ToyServer(has_ids=True)
+
+    class Refusing(ToyServer):
+        def answer(self, path: str, body: dict[str, Any]) -> Any:
+            found = server.answer(path, body)
+            return found if server.num_answers < 13 else (status, {"error": "busy"}, {})
+
+    ended, _, text = certify(Refusing())
+    assert ended == 2
+    assert f"({status}: busy); expected status 200." in text and advice in text.replace("\n", " ")
+
+
+def test_waits_grow_where_a_server_names_none() -> None:
+    pauses = [_pause(Reply(headers={"retry-after": after}), 9) for after in ("0", "-5", "nan")]
+    assert pauses == [3.0] * 3, "a tenth of the longest wait"
+    assert _pause(Reply(headers={"retry-after": "7"}), 9) == 7
+    assert [_pause(Reply(), tries) for tries in (0, 3, 9)] == [1, 8, 30]
 
 
 def test_a_server_that_dies_leaves_what_was_found(certify: Any) -> None:

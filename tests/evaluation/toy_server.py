@@ -7,6 +7,7 @@ about as often as wrong; a lossless server compares each with the target's own t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -46,6 +47,9 @@ class ToyServer:
     Another `model` is another language. `fault`: "accepts" takes each second draft unseen, "past
     stop" ends only with a step, "cache" reads the first block of a prompt asked before from another
     prompt, "cache from the first" that of every prompt.
+
+    `told(n, choice)` returns what answer n has in place of its choice. A server that `is_mute` gives
+    empty answers where more than one token is asked for.
     """
 
     model: str = "m"
@@ -55,6 +59,8 @@ class ToyServer:
     tops: int = 20
     draws: bool = True
     fault: str = ""
+    told: Callable[[int, dict[str, Any]], dict[str, Any]] = lambda _, choice: choice
+    is_mute: bool = False
     num_limited: int = 0
     retry_after: str = "0"
     dies_after: int | None = None
@@ -103,8 +109,10 @@ class ToyServer:
         self.seen.add(prompt[:_BLOCK])
         output: tuple[int, ...] = ()
         reason = "length"
+        most = body["max_tokens"]
+        most = 0 if self.is_mute and most > 1 else most
         stops = body.get("stop") or []
-        while len(output) < body["max_tokens"]:
+        while len(output) < most:
             token = self._next(context, output, body, drafts)
             output += (token,)
             is_step = not drafts or self.fault != "past stop" or len(output) % _STEP == 0
@@ -123,7 +131,7 @@ class ToyServer:
         if self.tops:
             choice["logprobs"] = _of_completion(listed)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(output)}
-        return {"choices": [choice], "usage": usage}
+        return {"choices": [self.told(self.num_answers, choice)], "usage": usage}
 
     def _next(
         self,

@@ -330,10 +330,12 @@ class EndpointBackend:
 
 def _pause(reply: Reply, tries: int) -> float:
     """Return the seconds to wait after an answer of status 429, the `tries`-th of a request."""
+    backoff = min(2.0**tries, _MAX_BACKOFF_S)
     try:
-        return max(0.0, float(reply.headers.get("retry-after", "")))
+        # A server that asks for no wait again and again gets longer and longer ones.
+        return max(backoff / 10, float(reply.headers.get("retry-after", "")))
     except ValueError:  # no such header, or a date
-        return min(2.0**tries, _MAX_BACKOFF_S)
+        return backoff
 
 
 def _path(request: Request) -> str:

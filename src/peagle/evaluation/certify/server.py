@@ -158,7 +158,8 @@ class ScoringServer:
         tokens that the server gives, `k` None its own K.
 
         Raises:
-            UserError: as `EndpointBackend.ask`, or the server does not answer a request.
+            UserError: as `EndpointBackend.ask`, or the server does not answer a request, or leaves
+                the log-probabilities out.
         """
         each = [fields] * len(prompts) if isinstance(fields, Mapping) else fields
         top = self.num_top if num_top is None else num_top
@@ -169,7 +170,14 @@ class ScoringServer:
         ]
         path = ROUTES[prompts[0].route] if prompts else ""
         replies = self.backend.ask(path, bodies, concurrency)
-        return [self._read(*pair) for pair in zip(prompts, replies, strict=True)]
+        answers = [self._read(*pair) for pair in zip(prompts, replies, strict=True)]
+        for answer in answers:
+            if answer.text and not answer.tokens:
+                raise UserError(
+                    f"{self.name} answered {answer.prompt.id} with text and no log-probabilities, "
+                    "which it gave before; expected those of each token. Name another --endpoint."
+                )
+        return answers
 
     def takes(self, prompt: ServedPrompt, max_tokens: int) -> bool:
         """Return whether the server takes a prompt, which may be too long."""
@@ -246,9 +254,11 @@ class ScoringServer:
 
     def _read(self, prompt: ServedPrompt, reply: Reply) -> ServedAnswer:
         if reply.status != 200:
+            is_refusal = reply.status in (400, 413, 422)
+            advice = "Choose other prompts with --set" if is_refusal else "Look at the server's log"
             raise UserError(
                 f"{self.name} did not answer {prompt.id} ({_words(reply)}); expected status 200. "
-                "Choose other prompts with --set."
+                f"{advice}, then run the same command."
             )
         try:
             event = read_whole(reply.body)
