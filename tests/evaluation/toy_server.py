@@ -48,8 +48,8 @@ class ToyServer:
     stop" ends only with a step, "cache" reads the first block of a prompt asked before from another
     prompt, "cache from the first" that of every prompt.
 
-    `told(n, choice)` returns what answer n has in place of its choice. A server that `is_mute` gives
-    empty answers where more than one token is asked for.
+    `told(n, choice)` returns what answer n has in place of its choice. With `is_mute` the server
+    gives empty answers where more than one token is asked for.
     """
 
     model: str = "m"
