@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from peagle.data.dataset import ResponseDataset
-from peagle.data.recorded import RecordFolder, read_cipher, record_files
+from peagle.data.recorded import RecordFolder, read_cipher, record_files, recorded_lines
 from peagle.engine import SpeculationStats
 from peagle.engine.outputs import RequestOutput
+from peagle.errors import UserError
 from peagle.models.fingerprint import identity_of
 from peagle.models.target_ends import TargetEnds
 from peagle.serving.recording import Recorder
@@ -68,7 +69,7 @@ def test_list(peagle: Peagle, tmp_path: Path, identity: dict[str, Any]) -> None:
     assert peagle("records", "list", tmp_path / "missing").status == 2
 
 
-@pytest.mark.parametrize("how", ["key", "digest", "id", "stdin"])
+@pytest.mark.parametrize("how", ["key", "digest", "DIGEST", "id", "stdin"])
 def test_delete(
     peagle: Peagle,
     tmp_path: Path,
@@ -79,14 +80,63 @@ def test_delete(
     made = record(tmp_path / "records", identity)
     id = made.key_id(digest(KEY))
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{KEY}\n"))
-    word = {"key": KEY, "digest": digest(KEY).hex(), "id": id, "stdin": "-"}[how]
-    result = peagle("records", "delete", made.path, "--key", word, "--format", "json")
+    word = {"key": KEY, "digest": digest(KEY).hex(), "id": id, "stdin": "-"}
+    word["DIGEST"] = word["digest"].upper()
+    result = peagle("records", "delete", made.path, "--key", word[how], "--format", "json")
     assert result.status == 0 and json.loads(result.out)["deleted"] == 2
     found = json.loads(peagle("records", "list", made.path, "--format", "json").out)
     assert found["records"] == 2 and id not in found["keys"] and id in found["refused"]
     assert not any(id.encode() in file.read_bytes() for file in record_files(made.path))
-    assert "deleted 0 records" in peagle("records", "delete", made.path, "--key", KEY).out
+    assert "there were no records" in peagle("records", "delete", made.path, "--key", KEY).out
     assert peagle("records", "delete", made.path, "--key", " ").status == 2
+
+
+def test_links_and_folders_are_no_records(
+    peagle: Peagle, tmp_path: Path, identity: dict[str, Any]
+) -> None:
+    made = record(tmp_path / "records", identity)
+    (file,) = record_files(made.path)
+    aside = tmp_path / "aside.jsonl"
+    aside.write_bytes(file.read_bytes())
+    for number, target in enumerate((aside, "/nowhere", None), start=1):
+        other = made.path / f"2025010{number}{file.name[8:]}"
+        other.mkdir() if target is None else other.symlink_to(target)
+    assert json.loads(peagle("records", "list", made.path, "--format", "json").out)["records"] == 4
+    result = peagle("records", "delete", made.path, "--key", KEY)
+    assert result.status == 0 and "deleted 2 records" in result.out, result.err
+    assert len(aside.read_bytes().splitlines()) == 4
+
+
+def test_damaged_folders(
+    peagle: Peagle, tmp_path: Path, identity: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = record(tmp_path / "records", identity)
+    (made.path / "refused").write_bytes(b"\xef\xbb\xbf" + b"1" * 32)
+    for command in (("list", made.path), ("delete", made.path, "--key", KEY)):
+        result = peagle("records", *command)
+        assert result.status == 2 and "refused' is damaged; expected ids of keys" in result.err
+
+    def denied(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    result = peagle("records", "list", made.path)
+    assert result.status == 2 and "cannot be read (Permission denied)" in result.err
+
+
+@pytest.mark.parametrize("value", [5, "\xfc", "deep", "list"])
+def test_lines_that_nobody_writes(tmp_path: Path, value: Any) -> None:
+    key, file = tmp_path / "key", tmp_path / "lines.jsonl"
+    key.write_bytes(b64encode(secrets.token_bytes(32)))
+    cipher = read_cipher(key)
+    value = cipher.encrypt(b"[1]").decode() if value == "list" else value
+    line = "[" * 100_000 if value == "deep" else json.dumps({"encrypted": value})
+    file.write_text(f"{line}\n")
+    if value == "deep":
+        assert list(recorded_lines(file, cipher)) == [(1, None)]
+    else:
+        with pytest.raises(UserError, match="were encrypted with another key"):
+            list(recorded_lines(file, cipher))
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
