@@ -145,6 +145,19 @@ def loaded_with(proposer: Any, head: Path, target: Path = BUNDLED_TARGET) -> Any
     return proposer
 
 
+def test_what_is_not_replaced_whole_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The line says that vLLM drafts without corrections."""
+    made = type("Proposer", (), {n: of for n, of in vars(Proposer).items() if n != "propose"})
+    put_module(monkeypatch, PROPOSER, SpecDecodeBaseProposer=made)
+    put_module(monkeypatch, "vllm.version", __version_tuple__=(0, 32, 0))
+    monkeypatch.setenv("PEAGLE_VLLM", "1")
+    plugin.register()
+    assert "vLLM drafts without corrections" in caplog.text
+    assert not hasattr(made, "peagle_correction")
+
+
 # ---- fewer drafts than K --------------------------------------------------------------------
 
 

@@ -181,7 +181,9 @@ def test_a_rate_that_stays_limited_is_named(certify: Any) -> None:
     assert "Lower --concurrency" in text
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e308, 0.0, 2.0, None, "high"])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), float("-inf"), -9999.0, 1e308, 0.0, 2.0, None, "high"]
+)
 def test_log_probabilities_of_no_distribution_are_refused(certify: Any, value: Any) -> None:
     """NaN differs from nothing, so that no comparison of the greedy part would find a fault."""
 
@@ -193,7 +195,7 @@ def test_log_probabilities_of_no_distribution_are_refused(certify: Any, value: A
 
     status, found, text = certify(ToyServer(has_ids=True, told=told), "--samples", 0)
     assert status == 2
-    assert "with \"log-probabilities of another form: {'tokens'" in text
+    assert "with \"log-probabilities of another form, or of no distribution: {'tokens'" in text
     assert found is None or not found.passed
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 _ID = "token_id:"
 _MOST_MASS = 1.01  # of the likeliest tokens together; rounding may exceed 1
+_LEAST_MASS = 1e-9  # of the likeliest one; no vocabulary has so many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ def scored_tokens(choice: Mapping[str, Any]) -> list[ScoredToken]:
             for token, logprob, top in zip(tokens, values, tops, strict=True)
         ]
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
-        raise ValueError(f"log-probabilities of another form: {str(given)[:80]}") from None
+        words = "log-probabilities of another form, or of no distribution"
+        raise ValueError(f"{words}: {str(given)[:80]}") from None
 
 
 def _of_chat(entry: Mapping[str, Any]) -> ScoredToken:
@@ -64,7 +66,9 @@ def _of_chat(entry: Mapping[str, Any]) -> ScoredToken:
 
 def _scored(token: Any, logprob: Any, tops: Mapping[str, Any]) -> ScoredToken:
     top = {name: float(value) for name, value in {**tops, token: logprob}.items()}
-    # Not "more than": a sum of NaN is neither.
-    if not (isinstance(token, str) and sum(map(exp, top.values())) <= _MOST_MASS):
+    masses = [exp(value) for value in top.values()]
+    # Not "or more": a sum of NaN is neither more nor less.
+    is_distribution = max(masses) >= _LEAST_MASS and sum(masses) <= _MOST_MASS
+    if not (isinstance(token, str) and is_distribution):
         raise ValueError(token)
     return ScoredToken(token, top[token], top)
