@@ -81,6 +81,20 @@ def test_a_lossless_server_passes(certify: Any, server: ToyServer) -> None:
     assert expected in found.settings["compared_with"]
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_certificate_is_no_traffic_to_record(certify: Any, is_ours: bool) -> None:
+    server, said = ToyServer(is_ours=is_ours, has_ids=True), set()
+
+    class Listening(ToyServer):
+        def answer(self, path: str, body: dict[str, Any]) -> Any:
+            if "completions" in path:
+                said.add(body.get("store"))
+            return server.answer(path, body)
+
+    assert certify(Listening(is_ours=is_ours), "--samples", 0)[0] == 0
+    assert said == {False if is_ours else None}
+
+
 def test_a_greedy_server_is_asked_for_greedy_answers_alone(certify: Any) -> None:
     status, found, text = certify(ToyServer(has_ids=True, draws=False))
     assert status == 0, text

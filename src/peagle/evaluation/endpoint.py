@@ -96,6 +96,11 @@ class EndpointBackend:
         return isinstance(self.facts.get("speculation"), dict)
 
     @property
+    def privacy_fields(self) -> dict[str, bool]:
+        """Return the fields that keep requests out of the traffic that our server records."""
+        return {"store": False} if self.is_ours else {}
+
+    @property
     def has_chat(self) -> bool | None:
         """Return whether the model can converse; None where the server does not say."""
         return self.facts.get("chat")
@@ -236,7 +241,7 @@ class EndpointBackend:
         body: dict[str, Any] = {"model": self.model, "stream": True}
         if (options := self._stream_options[path]) is not None:
             body["stream_options"] = options
-        body |= _fields(request)
+        body |= _fields(request) | self.privacy_fields
         k = request.params.num_speculative_tokens
         if self.is_ours and (self._report or k is not None):
             body["speculation"] = {"report": self._report, "num_speculative_tokens": k}

@@ -249,6 +249,7 @@ class ScoringServer:
             "temperature": 0.0,
             "top_p": 1.0,
             **self._fields,
+            **self.backend.privacy_fields,
             **fields,
         }
 
