@@ -46,10 +46,8 @@ class ToyServer:
 
     Another `model` is another language. `fault`: "accepts" takes each second draft unseen, "past
     stop" ends only with a step, "cache" reads the first block of a prompt asked before from another
-    prompt, "cache from the first" that of every prompt.
-
-    `told(n, choice)` returns what answer n has in place of its choice. With `is_mute` the server
-    gives empty answers where more than one token is asked for.
+    prompt, "cache from the first" that of every prompt. `told(n, choice)`
+    replaces the choice of answer n.
     """
 
     model: str = "m"
@@ -60,7 +58,6 @@ class ToyServer:
     draws: bool = True
     fault: str = ""
     told: Callable[[int, dict[str, Any]], dict[str, Any]] = lambda _, choice: choice
-    is_mute: bool = False
     num_limited: int = 0
     retry_after: str = "0"
     dies_after: int | None = None
@@ -109,10 +106,8 @@ class ToyServer:
         self.seen.add(prompt[:_BLOCK])
         output: tuple[int, ...] = ()
         reason = "length"
-        most = body["max_tokens"]
-        most = 0 if self.is_mute and most > 1 else most
         stops = body.get("stop") or []
-        while len(output) < most:
+        while len(output) < body["max_tokens"]:
             token = self._next(context, output, body, drafts)
             output += (token,)
             is_step = not drafts or self.fault != "past stop" or len(output) % _STEP == 0

@@ -132,22 +132,17 @@ class RecordFolder:
     """A folder of recorded traffic; `create` makes a new one.
 
     Raises:
-        UserError: the path is none, or another user's.
+        UserError: the path is none.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._secret = bytes.fromhex(json.loads((path / _INFO).read_bytes())["secret"])
-        except PermissionError as error:
-            raise UserError(
-                f"{str(path)!r} cannot be read ({error.strerror}): records are for their owner "
-                "alone. Run the command as the user who runs the server."
-            ) from None
         except (OSError, ValueError, LookupError, TypeError):
             raise UserError(
-                f"{str(path)!r} holds no records; expected a folder that `peagle serve --record` "
-                "has written."
+                f"{str(path)!r} holds no records that this user can read; expected a folder that "
+                "`peagle serve --record` has written."
             ) from None
 
     @classmethod
@@ -203,8 +198,7 @@ class RecordFolder:
             return frozenset()
         except UnicodeDecodeError:
             raise UserError(
-                f"{str(file)!r} is damaged; expected ids of keys, one a line. Correct the file, or "
-                "delete the records of these keys again after you have removed it."
+                f"{str(file)!r} is damaged; expected ids of keys, one a line. Correct the file."
             ) from None
 
     def delete(self, ids: Iterable[str]) -> int:

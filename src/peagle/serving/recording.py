@@ -219,8 +219,8 @@ class Recorder:
         file = self._file
         size = file.stat().st_size if file is not None and file.exists() else 0
         is_full = size > 0 and size + len(line) > self._file_bytes
-        # A clock that was set back makes a new file: the old one would be kept for too long.
-        if file is None or is_full or not 0 <= now - began_s(file) <= self._file_age_s:
+        # A clock that was set back makes a new file: the old one would stay for too long.
+        if file is None or is_full or not -_PRUNE_S <= now - began_s(file) <= self._file_age_s:
             file, size = new_record_file(self._folder.path, now), 0
             self._file = file
             self._prune(now)

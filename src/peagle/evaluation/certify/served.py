@@ -93,6 +93,7 @@ def certify_server(
             num_accepted_tokens=drafts and max(0, drafts.num_accepted_tokens),
         )
 
+    error, drafts = "", None
     try:
         if subject.reference is not server:
             require_same_model(subject, prompts["short"])
@@ -108,16 +109,13 @@ def certify_server(
         drafts = _count_drafts(subject, before)
         if not any(one.num_tokens for one in conditions):
             raise UserError(
-                f"{server.name} answered every prompt without a token: nothing was tested. Choose "
-                "other prompts with --set."
+                f"{server.name} answered every prompt without a token; choose others with --set."
             )
         if not any(one.num_asked_again for one in conditions):
             subject.notes.append("no position could be asked again as a prompt of its own")
-    except UserError as error:
-        found = certificate(str(error))
-        subject.save(found)
-        return found
-    found = certificate(drafts=drafts)
+    except UserError as one:
+        error = str(one)
+    found = certificate(error, drafts)
     subject.save(found)
     return found
 

@@ -158,8 +158,7 @@ class ScoringServer:
         tokens that the server gives, `k` None its own K.
 
         Raises:
-            UserError: as `EndpointBackend.ask`, or the server does not answer a request, or leaves
-                the log-probabilities out.
+            UserError: as `EndpointBackend.ask`, or an answer is missing or not scored.
         """
         each = [fields] * len(prompts) if isinstance(fields, Mapping) else fields
         top = self.num_top if num_top is None else num_top
@@ -174,8 +173,8 @@ class ScoringServer:
         for answer in answers:
             if answer.text and not answer.tokens:
                 raise UserError(
-                    f"{self.name} answered {answer.prompt.id} with text and no log-probabilities, "
-                    "which it gave before; expected those of each token. Name another --endpoint."
+                    f"{self.name} answered {answer.prompt.id} with text and no log-probabilities. "
+                    "Name another --endpoint."
                 )
         return answers
 
@@ -255,11 +254,9 @@ class ScoringServer:
 
     def _read(self, prompt: ServedPrompt, reply: Reply) -> ServedAnswer:
         if reply.status != 200:
-            is_refusal = reply.status in (400, 413, 422)
-            advice = "Choose other prompts with --set" if is_refusal else "Look at the server's log"
             raise UserError(
                 f"{self.name} did not answer {prompt.id} ({_words(reply)}); expected status 200. "
-                f"{advice}, then run the same command."
+                "Choose other prompts with --set, or look at the server's log."
             )
         try:
             event = read_whole(reply.body)
