@@ -73,11 +73,7 @@ def test_vllm_finds_it_on_its_path_and_in_an_installed_peagle() -> None:
 
 @pytest.mark.parametrize(
     ("version", "why"),
-    [
-        ((0, 40, 0), "it knows vLLM 0.26 and 0.32, and this is 0.40"),
-        ((0, 32, 0), PROPOSER),
-        ((0, 32, 0), "'propose'"),
-    ],
+    [((0, 40, 0), "it knows vLLM 0.26 and 0.32, and this is 0.40"), ((0, 32, 0), PROPOSER)],
 )
 def test_it_steps_aside_with_one_line(
     version: tuple[int, ...],
@@ -87,15 +83,12 @@ def test_it_steps_aside_with_one_line(
 ) -> None:
     monkeypatch.setenv("PEAGLE_VLLM", "1")
     put_module(monkeypatch, "vllm.version", __version_tuple__=version)
-    made = type("", (), {"load_model": 0, "_sample_draft_tokens": 0, "_sample_from_logits": 0})
-    if version == (0, 32, 0):  # a proposer of another name, or with other methods
-        own = {} if why == PROPOSER else {"SpecDecodeBaseProposer": made}
-        put_module(monkeypatch, PROPOSER, **own)
+    if version == (0, 32, 0):
+        put_module(monkeypatch, PROPOSER)  # a proposer of another name
     with caplog.at_level(logging.INFO):
         plugin.register()
     (line,) = caplog.messages
     assert why in line and line.endswith("vLLM drafts without corrections.")
-    assert not hasattr(made, "peagle_correction")
 
 
 class Proposer:

@@ -55,8 +55,8 @@ def scored_tokens(choice: Mapping[str, Any]) -> list[ScoredToken]:
             for token, logprob, top in zip(tokens, values, tops, strict=True)
         ]
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
-        words = "log-probabilities of another form, or of no distribution"
-        raise ValueError(f"{words}: {str(given)[:80]}") from None
+        words = f"log-probabilities of another form, or of no distribution: {str(given)[:80]}"
+        raise ValueError(words) from None
 
 
 def _of_chat(entry: Mapping[str, Any]) -> ScoredToken:
@@ -67,8 +67,7 @@ def _of_chat(entry: Mapping[str, Any]) -> ScoredToken:
 def _scored(token: Any, logprob: Any, tops: Mapping[str, Any]) -> ScoredToken:
     top = {name: float(value) for name, value in {**tops, token: logprob}.items()}
     masses = [exp(value) for value in top.values()]
-    # Not "or more": a sum of NaN is neither more nor less.
-    is_distribution = max(masses) >= _LEAST_MASS and sum(masses) <= _MOST_MASS
-    if not (isinstance(token, str) and is_distribution):
+    # Not "> _MOST_MASS": NaN is not.
+    if not (isinstance(token, str) and max(masses) >= _LEAST_MASS and sum(masses) <= _MOST_MASS):
         raise ValueError(token)
     return ScoredToken(token, top[token], top)

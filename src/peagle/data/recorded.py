@@ -7,8 +7,8 @@ Its files, which the owner alone can read:
 - refused: ids of keys of which nothing is recorded, one a line.
 
 A line begins with the id of the key and the time, also where the rest is encrypted. Whoever changes
-a file holds the lock of the folder. A killed server leaves at most a cut last line. Links in the
-folder are no part of it: a deletion would leave the files that they name.
+a file holds the lock of the folder. A killed server leaves at most a cut last line. Links are not
+followed: a deletion would leave the files that they name.
 """
 
 from __future__ import annotations

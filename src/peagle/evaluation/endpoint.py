@@ -337,7 +337,7 @@ def _pause(reply: Reply, tries: int) -> float:
     """Return the seconds to wait after an answer of status 429, the `tries`-th of a request."""
     backoff = min(2.0**tries, _MAX_BACKOFF_S)
     try:
-        # A server that asks for no wait again and again gets longer and longer ones.
+        # Waits grow even where the server asks for none.
         return max(backoff / 10, float(reply.headers.get("retry-after", "")))
     except ValueError:  # no such header, or a date
         return backoff

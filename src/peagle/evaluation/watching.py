@@ -112,7 +112,7 @@ class AcceptanceWatch:
             num_tokens: int | None = None
             away = ""
             for _ in range(READINGS):
-                # A server that was slow for a while is not read at once for every time missed.
+                # Readings that a slow server delayed are not made up for.
                 due = max(due + self.every_s / READINGS, self.clock())
                 self.sleep(max(0.0, due - self.clock()))
                 now, reason = self._try_to_read()
@@ -162,7 +162,7 @@ class AcceptanceWatch:
 
 
 def _is_less(now: DraftCounts, before: DraftCounts) -> bool:
-    """Return whether any count fell: the drafts alone may have passed the old ones since."""
+    """Return whether any count fell; others may have passed the old ones since."""
     counts = now.since(before)
     return min(counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) < 0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 GUARD_VARIABLE = "PEAGLE_VLLM_GUARD"
 PLUGIN_VARIABLE = "PEAGLE_VLLM"
-TESTED_VERSIONS = ((0, 26), (0, 32))  # the first on a GPU, the second on a CPU
+TESTED_VERSIONS = ((0, 26), (0, 32))
 ENGINE_PATH = "/peagle/engine"
 
 

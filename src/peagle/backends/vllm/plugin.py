@@ -28,8 +28,8 @@ def register() -> None:
         from peagle.backends.vllm.corrected_drafts import install
         from peagle.backends.vllm.shorter_drafts import follow_schedules
 
+        install()
         follow_schedules()
-        install()  # last: behind an error no draft is corrected, as the line below says
     except Exception as error:
         message = "peagle steps aside: %s. vLLM drafts without corrections."
         logging.getLogger("vllm.peagle").warning(message, error)

@@ -439,7 +439,7 @@ def _sampled_tests(
         if len(firsts) < len(drawn) or not asked.tokens:
             subject.notes.append(
                 f"{prompt.id}: {len(drawn) - len(firsts)} of {len(drawn)} answers end before a "
-                "token, and the server does not list the end; they are not tested"
+                "token that the server lists; first tokens are not tested"
             )
             continue
         yield fit_tokens(asked.tokens[0].top, firsts, f"{prompt.id}, token 1", significance)
