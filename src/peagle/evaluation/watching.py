@@ -112,7 +112,7 @@ class AcceptanceWatch:
             num_tokens: int | None = None
             away = ""
             for _ in range(READINGS):
-                # Readings that a slow server delayed are not made up for.
+                # Readings of a slow server are not made up for.
                 due = max(due + self.every_s / READINGS, self.clock())
                 self.sleep(max(0.0, due - self.clock()))
                 now, reason = self._try_to_read()

@@ -256,7 +256,7 @@ class ScoringServer:
         if reply.status != 200:
             raise UserError(
                 f"{self.name} did not answer {prompt.id} ({_words(reply)}); expected status 200. "
-                "Choose other prompts with --set, or look at the server's log."
+                "Choose other prompts (--set), or read the server's log."
             )
         try:
             event = read_whole(reply.body)
