@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from peagle.data.dataset import ResponseDataset
-from peagle.data.recorded import RecordFolder, read_cipher, record_files
+from peagle.data.recorded import RecordFolder, read_cipher, record_files, recorded_lines
 from peagle.engine import SpeculationStats
 from peagle.engine.outputs import RequestOutput
+from peagle.errors import UserError
 from peagle.models.fingerprint import identity_of
 from peagle.models.target_ends import TargetEnds
 from peagle.serving.recording import Recorder
@@ -68,7 +69,7 @@ def test_list(peagle: Peagle, tmp_path: Path, identity: dict[str, Any]) -> None:
     assert peagle("records", "list", tmp_path / "missing").status == 2
 
 
-@pytest.mark.parametrize("how", ["key", "digest", "id", "stdin"])
+@pytest.mark.parametrize("how", ["key", "digest", "DIGEST", "id", "stdin"])
 def test_delete(
     peagle: Peagle,
     tmp_path: Path,
@@ -79,14 +80,38 @@ def test_delete(
     made = record(tmp_path / "records", identity)
     id = made.key_id(digest(KEY))
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{KEY}\n"))
-    word = {"key": KEY, "digest": digest(KEY).hex(), "id": id, "stdin": "-"}[how]
-    result = peagle("records", "delete", made.path, "--key", word, "--format", "json")
+    word = {"key": KEY, "digest": digest(KEY).hex(), "id": id, "stdin": "-"}
+    word["DIGEST"] = word["digest"].upper()
+    result = peagle("records", "delete", made.path, "--key", word[how], "--format", "json")
     assert result.status == 0 and json.loads(result.out)["deleted"] == 2
     found = json.loads(peagle("records", "list", made.path, "--format", "json").out)
     assert found["records"] == 2 and id not in found["keys"] and id in found["refused"]
     assert not any(id.encode() in file.read_bytes() for file in record_files(made.path))
-    assert "deleted 0 records" in peagle("records", "delete", made.path, "--key", KEY).out
+    assert "there were no records" in peagle("records", "delete", made.path, "--key", KEY).out
     assert peagle("records", "delete", made.path, "--key", " ").status == 2
+
+
+def test_links_and_damaged_files(peagle: Peagle, tmp_path: Path, identity: dict[str, Any]) -> None:
+    made = record(tmp_path / "records", identity)
+    (file,) = record_files(made.path)
+    (made.path / f"2025{file.name[4:]}").symlink_to("/nowhere")
+    (made.path / f"2024{file.name[4:]}").mkdir()
+    assert "deleted 2 records" in peagle("records", "delete", made.path, "--key", KEY).out
+    (made.path / "refused").write_bytes(b"\xef\xbb\xbf" + b"1" * 32)
+    result = peagle("records", "list", made.path)
+    assert result.status == 2 and "is damaged; expected ids of keys" in result.err
+
+
+def test_encrypted_parts_that_nobody_writes(tmp_path: Path) -> None:
+    key, file = tmp_path / "key", tmp_path / "lines.jsonl"
+    key.write_bytes(b64encode(secrets.token_bytes(32)))
+    cipher = read_cipher(key)
+    for value in (5, "\xfc", cipher.encrypt(b"[1]").decode()):
+        file.write_text("[" * 100_000 + "\n" + json.dumps({"encrypted": value}) + "\n")
+        lines = recorded_lines(file, cipher)
+        assert next(lines) == (1, None)
+        with pytest.raises(UserError, match="were encrypted with another key"):
+            next(lines)
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])

@@ -82,6 +82,7 @@ def test_ctrl_c_ends_it_cleanly(peagle: Peagle, monkeypatch: pytest.MonkeyPatch)
         (("URL", "--every", "10"), "--every is '10'; expected a time of at least 1s"),
         (("URL", "--every", "0.5s"), "--every is '0.5s'"),
         (("URL", "--baseline", "0.7"), "--baseline is 0.7; expected an acceptance length above 1"),
+        (("URL", "--every", "9" * 20 + "h"), "at most 720h"),
         (("URL", "--count", "0"), "--count is 0; expected at least 1"),
         (("URL", "--output", "/nowhere/x.jsonl"), "--output '/nowhere/x.jsonl' cannot be written"),
         (("URL", "--model", "x"), "has no completions of a model 'x'"),

@@ -22,6 +22,7 @@ def test_a_page_without_counters_of_drafts() -> None:
     counters = read_counters(page, "m")
     assert counters.drafts is None and counters.num_tokens == 3
     assert read_counters("<html>", "m").num_tokens is None
+    assert read_counters(page.replace(" 3", " NaN").replace(" 1", " +Inf"), "m").num_tokens == 0
 
 
 def test_counters_of_one_model_go_by_any_name() -> None:

@@ -134,6 +134,7 @@ def test_k_is_asked_of_ours_only() -> None:
         assert backend.is_ours and backend.num_speculative_tokens() == 5
         backend.run([wish], 1)
     assert script.bodies[-1]["speculation"] == {"report": True, "num_speculative_tokens": 3}
+    assert script.bodies[-1]["store"] is False
 
 
 # ---- what is read ---------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import pytest
 from peagle.client.logprobs import scored_tokens
 from peagle.evaluation.certify.options import ServedOptions
 from peagle.evaluation.certify.served import fit_tokens, is_near_tie
+from peagle.evaluation.endpoint import _pause
+from peagle.evaluation.http_client import Reply
 from peagle.results import ServedCertificate, read_document
 from tests.cli.conftest import Peagle, peagle  # noqa: F401 - a fixture
 from tests.evaluation.fake_endpoint import endpoint
@@ -77,6 +79,18 @@ def test_a_lossless_server_passes(certify: Any, server: ToyServer) -> None:
     assert found.settings["num_top"] == server.tops
     expected = "without drafts" if server.is_ours else "second answers"
     assert expected in found.settings["compared_with"]
+
+
+def test_a_certificate_is_no_traffic_to_record(certify: Any) -> None:
+    said = set()
+
+    class Listening(ToyServer):
+        def complete(self, prompt: Any, body: dict[str, Any], num_top: int) -> dict[str, Any]:
+            said.add(body.get("store"))
+            return super().complete(prompt, body, num_top)
+
+    certify(Listening(is_ours=True), "--samples", 0)
+    assert said == {False}
 
 
 def test_a_greedy_server_is_asked_for_greedy_answers_alone(certify: Any) -> None:
@@ -179,6 +193,34 @@ def test_a_rate_that_stays_limited_is_named(certify: Any) -> None:
     assert "Lower --concurrency" in text
 
 
+@pytest.mark.parametrize(
+    ("text", "message"), [("x", "with text and no log-prob"), ("", "every prompt without a token")]
+)
+def test_answers_without_tokens_are_named(certify: Any, text: str, message: str) -> None:
+    def told(number: int, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**choice, "text": text, "logprobs": None} if number > 5 else choice
+
+    status, _, said = certify(ToyServer(has_ids=True, told=told), "--samples", 0)
+    assert status == 2 and message in said.replace("\n", " ")
+
+
+def test_answers_that_end_before_a_listed_token(certify: Any) -> None:
+    """Where the end is not listed, the other answers are no sample of first tokens."""
+
+    def told(_: int, choice: dict[str, Any]) -> dict[str, Any]:
+        size = len(choice["text"])
+        return {**choice, "logprobs": {name: of[:size] for name, of in choice["logprobs"].items()}}
+
+    _, found, _ = certify(ToyServer(has_ids=True, told=told))
+    assert any("answers end before a token" in note for note in found.notes)
+    assert all(test.passed for test in found.distribution)
+
+
+def test_waits_grow_where_a_server_names_none() -> None:
+    pauses = [_pause(Reply(headers={"retry-after": of}), 9) for of in ("0", "-5", "nan", "7")]
+    assert pauses == [3, 3, 3, 7]
+
+
 def test_a_server_that_dies_leaves_what_was_found(certify: Any) -> None:
     status, found, text = certify(ToyServer(has_ids=True, dies_after=60))
     assert status == 2
@@ -231,3 +273,10 @@ def test_log_probabilities_of_both_routes() -> None:
     assert scored_tokens({"logprobs": None}) == []
     with pytest.raises(ValueError, match="another form"):
         scored_tokens({"logprobs": {"tokens": ["a"], "token_logprobs": []}})
+
+
+@pytest.mark.parametrize("value", [*map(float, ("nan", "inf", "-inf")), -9999, 9e99, 2, None, "x"])
+def test_log_probabilities_of_no_distribution(value: Any) -> None:
+    """NaN differs from nothing, so that no comparison of greedy answers finds a fault."""
+    with pytest.raises(ValueError, match="of no distribution"):
+        scored_tokens({"logprobs": {"content": [{"token": "b", "logprob": value}]}})

@@ -97,6 +97,28 @@ def test_a_server_that_is_away_is_one_line() -> None:
     assert three.drafts.num_drafts > 0
 
 
+def test_a_restart_shows_in_any_count() -> None:
+    old = [Counters(DraftCounts(9 * n, 36 * n, 20 * n), 30 * n) for n in range(6)]
+    new = [Counters(DraftCounts(30 * n, 120 * n, 2 * n), 3 * n) for n in range(6, 40)]
+    traffic, every = Traffic(lambda _: 0.5), iter(old + new)
+    traffic.read = lambda: next(every)  # type: ignore[method-assign]
+    (one,) = traffic.watch(1, baseline=2.0)
+    assert one.drafts == DraftCounts(5 * 9 + 4 * 30, 5 * 36 + 4 * 120, 5 * 20 + 4 * 2)
+    assert one.num_tokens == 5 * 30 + 4 * 3
+
+
+def test_a_slow_server_is_not_read_again_for_each_time_missed() -> None:
+    traffic = Traffic(lambda _: 0.5)
+    read = traffic.read
+
+    def slow() -> Counters | None:
+        traffic.now += 60.0 if traffic.now < 600 else 0.0  # a reading was due after 6 s
+        return read()
+
+    traffic.read = slow  # type: ignore[method-assign]
+    assert traffic.watch(2)[1].drafts.num_drafts == 1200
+
+
 def test_intervals_without_drafts_have_no_figures() -> None:
     traffic = Traffic(lambda _: 0.5)
     traffic.read = lambda: Counters(DraftCounts(), None)  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ about as often as wrong; a lossless server compares each with the target's own t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -45,7 +46,8 @@ class ToyServer:
 
     Another `model` is another language. `fault`: "accepts" takes each second draft unseen, "past
     stop" ends only with a step, "cache" reads the first block of a prompt asked before from another
-    prompt, "cache from the first" that of every prompt.
+    prompt, "cache from the first" that of every prompt. `told(n, choice)`
+    replaces the choice of answer n.
     """
 
     model: str = "m"
@@ -55,6 +57,7 @@ class ToyServer:
     tops: int = 20
     draws: bool = True
     fault: str = ""
+    told: Callable[[int, dict[str, Any]], dict[str, Any]] = lambda _, choice: choice
     num_limited: int = 0
     retry_after: str = "0"
     dies_after: int | None = None
@@ -123,7 +126,7 @@ class ToyServer:
         if self.tops:
             choice["logprobs"] = _of_completion(listed)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(output)}
-        return {"choices": [choice], "usage": usage}
+        return {"choices": [self.told(self.num_answers, choice)], "usage": usage}
 
     def _next(
         self,

@@ -174,6 +174,27 @@ def test_files_go_when_their_first_record_is_too_old(make: Any) -> None:
     wait_for(lambda: not record_files(made.folder), timeout_s=20)  # without any traffic
 
 
+def test_a_clock_that_goes_back_makes_a_new_file(make: Any) -> None:
+    made = make(days=2.0)
+    start = made.clock.now
+    made.clock.now += 3650 * DAY
+    made.add(1)
+    made.clock.now = start
+    made.add(2)
+    made.clock.now += 3 * DAY
+    wait_for(lambda: made.ids() == [[1]], timeout_s=20)
+
+
+def test_ids_that_cannot_be_read_stop_recording(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = make()
+    (made.folder / "refused").write_bytes(b"\xff")
+    wait_for(lambda: not made.recorder.wants("id", b"", None), timeout_s=20)
+    (line,) = [record.message for record in caplog.records]
+    assert "refused' is damaged; expected ids of keys" in line
+
+
 def test_full_disk_stops_recording_with_one_line(
     make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -639,7 +639,7 @@ def _certify_server(plan: AcceptancePlan, certificate: ServedOptions) -> bool:
         faults = f" {len(found.faults)} faults were found before." if found.faults else ""
         raise UserError(f"{found.error}{faults}{where}")
     as_json = options.output_format is groups.OutputFormat.JSON
-    print(json.dumps(found.to_json(), indent=2) if as_json else served_text(found))
+    print(json.dumps(found.to_json(), indent=2) if as_json else printable(served_text(found)))
     return found.passed
 
 

@@ -16,10 +16,10 @@ from peagle.disk import size_text
 from peagle.errors import UserError
 
 EXAMPLES = """
-What a folder of records holds, without any text:
+Count the records in a folder, without any text:
   peagle records list traffic
 
-Without all records of a key, named by its id in the list, or on standard input:
+Delete all records of a key, named by its id in the list, or on standard input:
   peagle records delete traffic --key 0f3a5c2e9b7d41680f3a5c2e9b7d4168
   peagle records delete traffic --key - < key.txt
 """
@@ -65,7 +65,8 @@ def delete_records(
     if output_format is OutputFormat.JSON:
         print(json.dumps({"folder": str(folder), "deleted": count, "refused": sorted(ids)}))
     else:
-        print(f"{folder}: deleted {count} records; nothing more of this key is recorded there")
+        found = f"deleted {count} records" if count else "there were no records of this key"
+        print(f"{folder}: {found}; nothing more of this key is recorded there")
 
 
 records = typer.Typer(

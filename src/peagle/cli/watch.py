@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -21,28 +22,29 @@ if TYPE_CHECKING:
     from peagle.evaluation.watching import WatchedInterval
 
 EXAMPLES = """
-A line every 10 minutes; the first three intervals are the baseline:
+Write a line every 10 minutes; the first three intervals are the baseline:
   peagle watch http://127.0.0.1:8000 --every 10m --output acceptance.jsonl
 
-Warn where the acceptance length falls below 3.2; a day of hours, then end:
+Warn where the acceptance length of an hour falls below 3.2, and end after a day:
   peagle watch http://127.0.0.1:8000 --every 1h --baseline 3.2 --count 24
 
-Ctrl-C ends it, with status 0. A server that is away for a while ends nothing.
+Ctrl-C ends the command with status 0. It goes on while a server is away.
 """
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[smh])")
+_DURATION = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[smh])")
+_MAX_S = 30 * 86_400.0
 
 
 def watch(
     url: str = typer.Argument(..., metavar="URL", help="Server, ours or vLLM; with /metrics."),
     every: str = typer.Option(
-        "10m", metavar="TIME", help="Length of an interval: 30s, 10m, 1h; at least 1s."
+        "10m", metavar="TIME", help="Length of an interval, like 30s, 10m or 1h; at least 1s."
     ),
     baseline: float | None = typer.Option(
         None,
         metavar="LENGTH",
-        help="Acceptance length below which an interval is warned of.",
+        help="Acceptance length below which the command warns of an interval.",
         show_default="that of the first 3 intervals with drafts",
     ),
     count: int | None = typer.Option(
@@ -60,14 +62,14 @@ def watch(
 ) -> None:
     """Follow the acceptance of a running server, and warn where it falls below a baseline.
 
-    It reads the server's counters of drafts and sends no request for text. PEAGLE_API_KEY holds the
-    server's key.
+    The command reads the server's counters of drafts, and asks for no text. PEAGLE_API_KEY holds
+    the server's key.
     """
     seconds = _read_duration(every)
-    if baseline is not None and not baseline > 1:
+    if baseline is not None and not 1 < baseline < math.inf:
         raise UserError(
-            f"--baseline is {baseline:g}; expected an acceptance length above 1, which counts the "
-            "target's own token too."
+            f"--baseline is {baseline:g}; expected an acceptance length above 1, like 3.2; it "
+            "counts the target's own token too."
         )
     if count is not None and count < 1:
         raise UserError(f"--count is {count}; expected at least 1 interval.")
@@ -95,9 +97,10 @@ def watch(
 def _read_duration(text: str) -> float:
     match = _DURATION.fullmatch(text)
     seconds = float(match["number"]) * _SECONDS[match["unit"]] if match else 0.0
-    if seconds < 1:
+    if not 1 <= seconds <= _MAX_S:
         raise UserError(
-            f"--every is {text!r}; expected a time of at least 1s, like 30s, 10m or 1h."
+            f"--every is {text!r}; expected a time of at least 1s and at most 720h, like 30s, 10m "
+            "or 1h."
         )
     return seconds
 

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import isfinite
 
 _SAMPLE = re.compile(
     r"^(?:vllm|peagle):(?P<name>(?:spec_decode_)?(?:num_drafts|num_draft_tokens"
@@ -89,7 +90,9 @@ def read_counters(text: str, model: str) -> Counters:
 
 
 def _number(text: str) -> float:
+    """Return a value as a number; one that no counter has, like NaN, counts as 0."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         return 0.0
+    return value if isfinite(value) else 0.0

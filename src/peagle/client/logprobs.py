@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import exp
 from typing import Any
 
 _ID = "token_id:"
+_MOST_MASS = 1.01  # of the likeliest tokens together; rounding may exceed 1
+_LEAST_MASS = 1e-9  # of the likeliest one; no vocabulary has so many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ def scored_tokens(choice: Mapping[str, Any]) -> list[ScoredToken]:
     The first token of an echoed prompt has no log-probability; it gets 0.
 
     Raises:
-        ValueError: the log-probabilities have another form.
+        ValueError: the log-probabilities have another form, or are those of no distribution.
     """
     given = choice.get("logprobs")
     try:
@@ -44,16 +47,27 @@ def scored_tokens(choice: Mapping[str, Any]) -> list[ScoredToken]:
             return [_of_chat(one) for one in content]
         tokens = given["tokens"] or []
         tops = given.get("top_logprobs") or [{}] * len(tokens)
-        values = [0.0 if one is None else float(one) for one in given["token_logprobs"]]
+        values = list(given["token_logprobs"])
+        if values[:1] == [None]:
+            values[0] = 0.0
         return [
-            ScoredToken(token, logprob, {**(top or {}), token: logprob})
+            _scored(token, logprob, top or {})
             for token, logprob, top in zip(tokens, values, tops, strict=True)
         ]
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise ValueError(f"log-probabilities of another form: {str(given)[:80]}") from None
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
+        words = f"log-probabilities of another form, or of no distribution: {str(given)[:80]}"
+        raise ValueError(words) from None
 
 
 def _of_chat(entry: Mapping[str, Any]) -> ScoredToken:
-    token, logprob = entry["token"], float(entry["logprob"])
-    tops = {one["token"]: float(one["logprob"]) for one in entry.get("top_logprobs") or ()}
-    return ScoredToken(token, logprob, {**tops, token: logprob})
+    tops = {one["token"]: one["logprob"] for one in entry.get("top_logprobs") or ()}
+    return _scored(entry["token"], entry["logprob"], tops)
+
+
+def _scored(token: Any, logprob: Any, tops: Mapping[str, Any]) -> ScoredToken:
+    top = {name: float(value) for name, value in {**tops, token: logprob}.items()}
+    masses = [exp(value) for value in top.values()]
+    # Not "> _MOST_MASS": NaN is not.
+    if not (isinstance(token, str) and max(masses) >= _LEAST_MASS and sum(masses) <= _MOST_MASS):
+        raise ValueError(token)
+    return ScoredToken(token, top[token], top)

@@ -7,7 +7,8 @@ Its files, which the owner alone can read:
 - refused: ids of keys of which nothing is recorded, one a line.
 
 A line begins with the id of the key and the time, also where the rest is encrypted. Whoever changes
-a file holds the lock of the folder. A killed server leaves at most a cut last line.
+a file holds the lock of the folder. A killed server leaves at most a cut last line. Links are not
+followed: a deletion would leave the files that they name.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def line_of(key_id: str | None, time_s: float, fields: Mapping[str, Any], cipher
 
 def record_files(folder: Path) -> list[Path]:
     """Return the files of records, the oldest first."""
-    return sorted(one for one in folder.iterdir() if _FILE.fullmatch(one.name))
+    named = (one for one in folder.iterdir() if _FILE.fullmatch(one.name))
+    return sorted(one for one in named if one.is_file() and not one.is_symlink())
 
 
 def new_record_file(folder: Path, time_s: float) -> Path:
@@ -95,7 +97,7 @@ def recorded_lines(file: Path, cipher: Any = None) -> Iterator[tuple[int, dict[s
     for number, line in enumerate(_lines_of(file), start=1):
         try:
             record = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict) and _ENCRYPTED in record:
             record |= _decrypted(record.pop(_ENCRYPTED), cipher, file)
@@ -111,14 +113,14 @@ def _lines_of(file: Path) -> Iterator[bytes]:
         yield from lines
 
 
-def _decrypted(secret: str, cipher: Any, file: Path) -> dict[str, Any]:
+def _decrypted(secret: Any, cipher: Any, file: Path) -> dict[str, Any]:
     problem = "are encrypted"
     if cipher is not None:
         from cryptography.fernet import InvalidToken
 
         try:
-            return json.loads(cipher.decrypt(secret))
-        except InvalidToken:
+            return dict(json.loads(cipher.decrypt(secret)))
+        except (InvalidToken, ValueError, TypeError):
             problem = "were encrypted with another key"
     raise UserError(
         f"The records in {str(file)!r} {problem}; name the key file of the server that wrote them "
@@ -139,8 +141,8 @@ class RecordFolder:
             self._secret = bytes.fromhex(json.loads((path / _INFO).read_bytes())["secret"])
         except (OSError, ValueError, LookupError, TypeError):
             raise UserError(
-                f"{str(path)!r} holds no records; expected a folder that `peagle serve --record` "
-                "has written."
+                f"{str(path)!r} holds no records that this user can read; expected a folder that "
+                "`peagle serve --record` has written."
             ) from None
 
     @classmethod
@@ -178,17 +180,26 @@ class RecordFolder:
 
     def ids_named(self, name: str) -> set[str]:
         """Return the ids that a key may have, named by itself, by its SHA-256 or by its id."""
-        ids = {self.key_id(sha256(name.encode()).digest())}
-        if re.fullmatch("[0-9a-f]{64}", name):  # also the form of many keys
-            ids.add(self.key_id(bytes.fromhex(name)))
-        return ids | ({name} if re.fullmatch("[0-9a-f]{32}", name) else set())
+        ids, digits = {self.key_id(sha256(name.encode()).digest())}, name.lower()
+        if re.fullmatch("[0-9a-f]{64}", digits):  # also the form of many keys
+            ids.add(self.key_id(bytes.fromhex(digits)))
+        return ids | ({digits} if re.fullmatch("[0-9a-f]{32}", digits) else set())
 
     def refused(self) -> frozenset[str]:
-        """Return the ids of keys of which nothing is recorded."""
+        """Return the ids of keys of which nothing is recorded.
+
+        Raises:
+            UserError: the file of these ids holds something else.
+        """
+        file = self.path / _REFUSED
         try:
-            return frozenset((self.path / _REFUSED).read_text(encoding="ascii").split())
+            return frozenset(file.read_text(encoding="ascii").split())
         except FileNotFoundError:
             return frozenset()
+        except UnicodeDecodeError:
+            raise UserError(
+                f"{str(file)!r} is damaged; expected ids of keys, one a line. Correct the file."
+            ) from None
 
     def delete(self, ids: Iterable[str]) -> int:
         """Delete all records of keys, and refuse further ones; return the number of records.

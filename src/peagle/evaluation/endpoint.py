@@ -96,6 +96,11 @@ class EndpointBackend:
         return isinstance(self.facts.get("speculation"), dict)
 
     @property
+    def privacy_fields(self) -> dict[str, bool]:
+        """Return the fields that keep requests out of the traffic that our server records."""
+        return {"store": False} if self.is_ours else {}
+
+    @property
     def has_chat(self) -> bool | None:
         """Return whether the model can converse; None where the server does not say."""
         return self.facts.get("chat")
@@ -236,7 +241,7 @@ class EndpointBackend:
         body: dict[str, Any] = {"model": self.model, "stream": True}
         if (options := self._stream_options[path]) is not None:
             body["stream_options"] = options
-        body |= _fields(request)
+        body |= _fields(request) | self.privacy_fields
         k = request.params.num_speculative_tokens
         if self.is_ours and (self._report or k is not None):
             body["speculation"] = {"report": self._report, "num_speculative_tokens": k}
@@ -330,10 +335,12 @@ class EndpointBackend:
 
 def _pause(reply: Reply, tries: int) -> float:
     """Return the seconds to wait after an answer of status 429, the `tries`-th of a request."""
+    backoff = min(2.0**tries, _MAX_BACKOFF_S)
     try:
-        return max(0.0, float(reply.headers.get("retry-after", "")))
+        # Waits grow even where the server asks for none.
+        return max(backoff / 10, float(reply.headers.get("retry-after", "")))
     except ValueError:  # no such header, or a date
-        return min(2.0**tries, _MAX_BACKOFF_S)
+        return backoff
 
 
 def _path(request: Request) -> str:

@@ -112,7 +112,8 @@ class AcceptanceWatch:
             num_tokens: int | None = None
             away = ""
             for _ in range(READINGS):
-                due += self.every_s / READINGS
+                # Readings of a slow server are not made up for.
+                due = max(due + self.every_s / READINGS, self.clock())
                 self.sleep(max(0.0, due - self.clock()))
                 now, reason = self._try_to_read()
                 away = reason or away
@@ -121,11 +122,11 @@ class AcceptanceWatch:
                     continue
                 self._before = now
                 # A server that was restarted begins anew.
-                if before is None or before.drafts is None or _is_less(now, before):
+                if before is None or before.drafts is None or _is_less(now.drafts, before.drafts):
                     continue
                 parts.append(now.drafts.since(before.drafts))
                 if now.num_tokens is not None and before.num_tokens is not None:
-                    num_tokens = (num_tokens or 0) + now.num_tokens - before.num_tokens
+                    num_tokens = (num_tokens or 0) + max(0, now.num_tokens - before.num_tokens)
             yield self._interval(parts, num_tokens, away)
 
     def _try_to_read(self) -> tuple[Counters | None, str]:
@@ -160,10 +161,10 @@ class AcceptanceWatch:
         return found
 
 
-def _is_less(now: Counters, before: Counters) -> bool:
-    if now.drafts is None or before.drafts is None:
-        return False
-    return now.drafts.num_drafts < before.drafts.num_drafts
+def _is_less(now: DraftCounts, before: DraftCounts) -> bool:
+    """Return whether any count fell; others may have passed the old ones since."""
+    counts = now.since(before)
+    return min(counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) < 0
 
 
 def _sum(parts: list[DraftCounts]) -> DraftCounts:

@@ -189,8 +189,9 @@ class Recorder:
                     self._waiting.clear()
                 if not self._has_failed:
                     self._has_failed = True
-                    # The text of other errors might quote a record.
-                    text = error.strerror if isinstance(error, OSError) else type(error).__name__
+                    text = type(error).__name__  # the text of other errors might quote a record
+                    if isinstance(error, OSError | UserError):
+                        text = getattr(error, "strerror", None) or str(error)
                     logger.error("recording into %s has stopped: %s", self._folder.path, text)
 
     def _write(self, batch: deque[_Waiting]) -> None:
@@ -218,7 +219,8 @@ class Recorder:
         file = self._file
         size = file.stat().st_size if file is not None and file.exists() else 0
         is_full = size > 0 and size + len(line) > self._file_bytes
-        if file is None or is_full or now - began_s(file) > self._file_age_s:
+        # A clock that was set back makes a new file: the old one would stay for too long.
+        if file is None or is_full or not -_PRUNE_S <= now - began_s(file) <= self._file_age_s:
             file, size = new_record_file(self._folder.path, now), 0
             self._file = file
             self._prune(now)

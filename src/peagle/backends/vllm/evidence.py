@@ -1,11 +1,10 @@
 """The evidence that a running vLLM drafts as it was started to.
 
-A P-EAGLE head that vLLM was not started to draft with in parallel loads with one warning, and vLLM
-drafts one token after another: outputs are right, speed is lost. Four kinds of evidence show it,
-and each alone refuses the server: the configuration of the engine (by the guard's own route inside
-vLLM); the line of its log that mask_hidden was left out; its counters of drafts of K tokens; its
-counters of accepted tokens. The last works because a P-EAGLE head was never trained to read its own
-output: one after another, every draft token after the first is refused (docs/vllm.md has figures).
+Four kinds of evidence, each of which alone refuses the server (docs/vllm.md has figures): the
+configuration of the engine (by the guard's own route inside vLLM); the line of its log that
+mask_hidden was left out; its counters of drafts of K tokens; its counters of accepted tokens. A
+P-EAGLE head was never trained to read its own output: if it drafts one token after another, every
+draft token after the first is refused.
 """
 
 from collections.abc import Mapping

@@ -17,7 +17,6 @@ PYTHON_VARIABLE = "PEAGLE_VLLM_PYTHON"
 LOCAL_PYTHON = Path(".venv-vllm", "bin", "python")
 # Parallel drafting with EAGLE heads came with 0.16.0 (pull request 32887 of vLLM).
 MIN_VERSION = (0, 16)
-# peagle was run with these versions: the first on a GPU, the second on a CPU.
 _PROBE_S = 60
 
 # This program reads metadata and one small file: importing vLLM would take seconds.

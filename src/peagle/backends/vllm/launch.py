@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peagle.backends.vllm.installation import VllmInstallation
 from peagle.bundled import expand_bundled
@@ -13,11 +13,6 @@ from peagle.config.network import is_loopback
 from peagle.errors import CheckpointError, UserError
 from peagle.model_folder import read_file_header
 from peagle.models.gguf_header import is_gguf
-
-if TYPE_CHECKING:
-    pass
-
-# Only heads that leave their aux layers to the runtime need it; the kind does not depend on it.
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,12 +72,9 @@ def run_certificate(
     bonus token.
 
     Args:
-        target: the target that our engine runs.
-        folder: folder of the same target; transformers loads it once more.
+        folder: folder of the target; transformers loads it once more.
         methods: methods to certify; plain decoding and prompt lookup are added.
         k: the largest K of chains.
-        options: extent of the tests.
-        provenance: provenance of the certificate.
         watch: gets a line before each test.
 
     Raises:

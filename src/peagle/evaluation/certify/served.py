@@ -93,6 +93,7 @@ def certify_server(
             num_accepted_tokens=drafts and max(0, drafts.num_accepted_tokens),
         )
 
+    error, drafts = "", None
     try:
         if subject.reference is not server:
             require_same_model(subject, prompts["short"])
@@ -106,13 +107,15 @@ def certify_server(
             distribution.append(test)
             subject.save(certificate(_UNFINISHED))
         drafts = _count_drafts(subject, before)
+        if not any(one.num_tokens for one in conditions):
+            raise UserError(
+                f"{server.name} answered every prompt without a token; choose others with --set."
+            )
         if not any(one.num_asked_again for one in conditions):
             subject.notes.append("no position could be asked again as a prompt of its own")
-    except UserError as error:
-        found = certificate(str(error))
-        subject.save(found)
-        return found
-    found = certificate(drafts=drafts)
+    except UserError as one:
+        error = str(one)
+    found = certificate(error, drafts)
     subject.save(found)
     return found
 
@@ -433,6 +436,12 @@ def _sampled_tests(
         (asked,) = server.ask(
             [prompt], {"max_tokens": 1, "temperature": 1.0}, k=subject.reference_k
         )
+        if len(firsts) < len(drawn) or not asked.tokens:
+            subject.notes.append(
+                f"{prompt.id}: {len(drawn) - len(firsts)} of {len(drawn)} answers end before a "
+                "token that the server lists; first tokens are not tested"
+            )
+            continue
         yield fit_tokens(asked.tokens[0].top, firsts, f"{prompt.id}, token 1", significance)
         mode = Counter(firsts).most_common(1)[0][0]
         begun = [one for one in drawn if one.names[:1] == [mode]]

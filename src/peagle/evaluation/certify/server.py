@@ -158,7 +158,7 @@ class ScoringServer:
         tokens that the server gives, `k` None its own K.
 
         Raises:
-            UserError: as `EndpointBackend.ask`, or the server does not answer a request.
+            UserError: as `EndpointBackend.ask`, or an answer is missing or not scored.
         """
         each = [fields] * len(prompts) if isinstance(fields, Mapping) else fields
         top = self.num_top if num_top is None else num_top
@@ -169,7 +169,14 @@ class ScoringServer:
         ]
         path = ROUTES[prompts[0].route] if prompts else ""
         replies = self.backend.ask(path, bodies, concurrency)
-        return [self._read(*pair) for pair in zip(prompts, replies, strict=True)]
+        answers = [self._read(*pair) for pair in zip(prompts, replies, strict=True)]
+        for answer in answers:
+            if answer.text and not answer.tokens:
+                raise UserError(
+                    f"{self.name} answered {answer.prompt.id} with text and no log-probabilities. "
+                    "Name another --endpoint."
+                )
+        return answers
 
     def takes(self, prompt: ServedPrompt, max_tokens: int) -> bool:
         """Return whether the server takes a prompt, which may be too long."""
@@ -241,6 +248,7 @@ class ScoringServer:
             "temperature": 0.0,
             "top_p": 1.0,
             **self._fields,
+            **self.backend.privacy_fields,
             **fields,
         }
 
@@ -248,7 +256,7 @@ class ScoringServer:
         if reply.status != 200:
             raise UserError(
                 f"{self.name} did not answer {prompt.id} ({_words(reply)}); expected status 200. "
-                "Choose other prompts with --set."
+                "Choose other prompts (--set), or read the server's log."
             )
         try:
             event = read_whole(reply.body)
