@@ -72,7 +72,9 @@ class HeadSwaps:
 
     async def _swap(self, path: str, body: TrialBody | None) -> None:
         if self._trying is not None and not self._trying.done():
-            return await self._stop_trial(path, body, self._trying)
+            await self._stop_trial(path, body, self._trying)
+            if self._trial is not None and self._trial.state == "rolled back":
+                return  # else the new head had just been kept
         folder = await asyncio.to_thread(self._resolve, path)
         engines = await self._pool.try_head(str(folder))
         old = replace(self.head)
@@ -149,7 +151,7 @@ class HeadSwaps:
                 await asyncio.sleep(_LOOK_EVERY_S)
                 if fault := await _find_fault(trial, folder, engines):
                     return fault
-            trial.add(part, time.monotonic() - began, is_new=is_new)
+            trial.add(part, is_new=is_new)
             if trial.is_due:
                 await asyncio.to_thread(trial.look)
                 if trial.is_worse:
