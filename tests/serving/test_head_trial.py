@@ -211,7 +211,7 @@ def test_the_path_of_the_old_head_ends_a_trial(new: Path) -> None:
         for path, body in ((str(new), None), ("/heads/old", TrialBody()), ("\0", None)):
             with pytest.raises(ApiError, match="The head 'new' is on trial; GET") as refused:
                 await swaps.swap(path, body)
-            assert refused.value.status == 409
+            assert refused.value.status == 409 and "'/heads/old'" in refused.value.message
         facts = await swaps.swap("/heads/old")
         assert facts["head"] == {"name": "old", "version": 1}
         assert facts["trial"]["reason"] == "It was ended by hand."

@@ -105,7 +105,7 @@ class HeadSwaps:
         if not trial.is_stopped:
             text = (
                 f"The head {trial.new.head.name!r} is on trial; GET /admin/head tells how it goes. "
-                "Try again when the trial has ended, or end it with the path of the old head."
+                f"Try again when the trial has ended, or end it with the old head, {old!r}."
             )
             raise ApiError(409, text, code="trial_under_way", headers={"Retry-After": "60"})
         await trying
