@@ -48,7 +48,7 @@ class HeadSlice:
 
 @dataclass(slots=True)
 class _Arm:
-    """A head of a trial, the drafts of its requests, and how many it has had, with drafts or not."""
+    """A head of a trial, the drafts of its requests, and the number of all its requests."""
 
     head: ServedHead
     counts: list[list[int]] = field(default_factory=list)
