@@ -304,12 +304,13 @@ def test_little_traffic_and_none(aws: FakeAws, run: Run, chat: None) -> None:
     capture(aws, 60)
     result = run("adapt", "--steps", 1)
     assert result.status == 2 and "holds 60 usable requests" in result.err
-    for options in (("--since", "1h"), ()):
+    for options in (("--since", "1h"), ("--since", "999999d"), ()):
         if not options:
             aws.client("s3").delete_object(Bucket=BUCKET, Key=CAPTURED)
         else:
             old = aws_object(aws, CAPTURED)
-            old.last_modified = old.last_modified.replace(year=2020)
+            year = 2020 if options[1] == "1h" else 1969  # the longest time reaches to 1970
+            old.last_modified = old.last_modified.replace(year=year)
         result = run("adapt", *options)
         assert result.status == 2 and "There are no captured files" in result.err, result.err
 
@@ -332,7 +333,10 @@ def test_endpoints_that_cannot_be_adapted(
     assert run("update", "--no-speculation", "--capture-share", 1).status == 0
     headless = run("adapt")
     assert headless.status == 2 and "drafts without a head" in headless.err
-    for option, value in (("--max-gib", "0"), ("--minutes", "0"), ("--since", "x")):
+    for option, value in (
+        *(("--max-gib", "0"), ("--max-gib", "inf")),
+        *(("--minutes", "0"), ("--since", "x")),
+    ):
         wrong = run("adapt", option, value)
         assert wrong.status == 2 and f"{option} is {value}" in wrong.err.replace("'", "")
     assert not (tmp_path / "work").exists()

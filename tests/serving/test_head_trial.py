@@ -38,7 +38,7 @@ def run_trial(seed: int, length: float, requests: int = 100, share: float = 0.5)
     while not (trial.is_worse or trial.has_all):
         fill(part := HeadSlice(), max(20, requests // 10), draw, length if is_new else 3.0)
         assert trial.is_full(part)
-        trial.add(part, 1.0, is_new=is_new)
+        trial.add(part, is_new=is_new)
         if trial.is_due:
             trial.look()
         is_new = trial.is_new_next
@@ -66,20 +66,24 @@ def test_worse_heads_are_rolled_back_early_and_better_ones_never() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75])
-def test_the_heads_share_the_time(share: float) -> None:
+def test_the_heads_share_the_requests(share: float) -> None:
     trial, is_new = HeadTrial(ServedHead("old"), ServedHead("new", 2), 500, share), True
+    seen = {True: 0, False: 0}
     for number in range(100):
-        trial.add(HeadSlice(), 1.0 + number % 3, is_new=is_new)
+        part = HeadSlice()
+        part.counts = {at: [1, 1] for at in range(20 + number % 3)}
+        part.ended = {19, 100}  # the latter without drafts
+        trial.add(part, is_new=is_new)
+        seen[is_new] += len(part.counts) + 1
         is_new = trial.is_new_next
-    time = trial.new.seconds / (trial.new.seconds + trial.old.seconds)
-    assert time == pytest.approx(share, abs=0.03)
+    assert seen[True] / sum(seen.values()) == pytest.approx(share, abs=0.03)
 
 
 def test_few_requests_give_no_verdict() -> None:
     trial = HeadTrial(ServedHead("old"), ServedHead("new", 2), 500, 0.5)
     for is_new, count in ((True, 50), (False, 19)):
         fill(part := HeadSlice(), count, np.random.default_rng(0), 1.1 if is_new else 3.0)
-        trial.add(part, 1.0, is_new=is_new)
+        trial.add(part, is_new=is_new)
     trial.look()
     assert trial.interval is None and not trial.is_worse and "unknown" in trial.verdict()
 
@@ -207,11 +211,39 @@ def test_the_path_of_the_old_head_ends_a_trial(new: Path) -> None:
         for path, body in ((str(new), None), ("/heads/old", TrialBody()), ("\0", None)):
             with pytest.raises(ApiError, match="The head 'new' is on trial; GET") as refused:
                 await swaps.swap(path, body)
-            assert refused.value.status == 409
+            assert refused.value.status == 409 and "'/heads/old'" in refused.value.message
         facts = await swaps.swap("/heads/old")
         assert facts["head"] == {"name": "old", "version": 1}
         assert facts["trial"]["reason"] == "It was ended by hand."
         assert (await swap())["head"] == {"name": "new", "version": 3}
         assert pool.done == ["restore", "keep"]
+
+    asyncio.run(run())
+
+
+def test_the_old_head_is_asked_for_while_the_last_turn_keeps_the_new_one(new: Path) -> None:
+    async def run() -> None:
+        pool: Any = FakePool(3.0)
+        pool.head_folder = str(shutil.copytree(new, new.parent / "old"))
+        swaps = HeadSwaps(pool, resolve_folders([str(new.parent)]), ServedHead("old"))
+        stopping: list[asyncio.Future[Any]] = []
+        turn = pool.turn_head
+
+        async def turn_late(engines: list[Any], *, is_new: bool) -> None:
+            await turn(engines, is_new=is_new)
+            trial = swaps.facts()["trial"]
+            if is_new and trial["new"]["requests"] >= 40:
+                stopping.append(asyncio.ensure_future(swaps.swap(pool.head_folder)))
+                await asyncio.sleep(0.01)
+
+        pool.turn_head = turn_late
+        await swaps.swap(str(new), TrialBody(requests=40))
+        serving = asyncio.ensure_future(pool.serve())
+        while not stopping:
+            await asyncio.sleep(0.001)
+        facts = await stopping[0]
+        serving.cancel()
+        assert pool.done == ["keep", "keep"]
+        assert facts == {"head": {"name": "old", "version": 3}, "trial": None}
 
     asyncio.run(run())

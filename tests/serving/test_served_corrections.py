@@ -78,5 +78,7 @@ def test_unknown_names_are_refused_with_the_known_ones(live: LiveServer, route: 
     body = {**ROUTES[route], "speculation": {"proposer": "eagle3", "correction": "sql"}}
     with live.client() as client:
         other = client.post(f"/v1/{route}", json=body)
-    assert other.status_code == 400
-    assert "expected none, as the server has no other" in other.json()["error"]["message"]
+        body = {**ROUTES[route], "speculation": {"proposer": "plain", "correction": "slq"}}
+        plain = client.post(f"/v1/{route}", json=body)
+    assert "expected none, as eagle3 has no other" in other.json()["error"]["message"]
+    assert plain.status_code == 400 and "one of: sql, web" in plain.json()["error"]["message"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
+from time import time
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -99,8 +101,8 @@ def adapt(given: Given, options: EndpointOptions) -> None:
     does not pass, the status is 3, and nothing is uploaded or changed.
     """
     options.check()
-    if not options.max_gib > 0:
-        raise UserError(f"--max-gib is {options.max_gib:g}; expected a number above 0.")
+    if not 0 < options.max_gib < math.inf:
+        raise UserError(f"--max-gib is {options.max_gib:g}; expected a finite number above 0.")
     require_writable_folder(options.work, "--work")
     from peagle.deploy import stack
     from peagle.deploy.aws import Clients
@@ -258,7 +260,7 @@ def _adapt(
             f"The endpoint {options.endpoint!r} ({source.container} container) drafts without "
             "corrections, and --what is correction; expected --what head, with --old FILE."
         )
-    since = None if seconds is None else datetime.now(UTC) - timedelta(seconds=seconds)
+    since = None if seconds is None else datetime.fromtimestamp(max(0, time() - seconds), UTC)
     captured = options.work / _CAPTURED
     captured.mkdir(mode=0o700, parents=True, exist_ok=True)
     max_bytes = int(options.max_gib * 2**30)

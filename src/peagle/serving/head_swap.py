@@ -72,7 +72,9 @@ class HeadSwaps:
 
     async def _swap(self, path: str, body: TrialBody | None) -> None:
         if self._trying is not None and not self._trying.done():
-            return await self._stop_trial(path, body, self._trying)
+            await self._stop_trial(path, body, self._trying)
+            if self._trial is not None and self._trial.state == "rolled back":
+                return  # else the new head had just been kept
         folder = await asyncio.to_thread(self._resolve, path)
         engines = await self._pool.try_head(str(folder))
         old = replace(self.head)
@@ -103,7 +105,7 @@ class HeadSwaps:
         if not trial.is_stopped:
             text = (
                 f"The head {trial.new.head.name!r} is on trial; GET /admin/head tells how it goes. "
-                "Try again when the trial has ended, or end it with the path of the old head."
+                f"Try again when the trial has ended, or end it with the old head, {old!r}."
             )
             raise ApiError(409, text, code="trial_under_way", headers={"Retry-After": "60"})
         await trying
@@ -149,7 +151,7 @@ class HeadSwaps:
                 await asyncio.sleep(_LOOK_EVERY_S)
                 if fault := await _find_fault(trial, folder, engines):
                     return fault
-            trial.add(part, time.monotonic() - began, is_new=is_new)
+            trial.add(part, is_new=is_new)
             if trial.is_due:
                 await asyncio.to_thread(trial.look)
                 if trial.is_worse:

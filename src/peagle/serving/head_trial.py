@@ -48,11 +48,11 @@ class HeadSlice:
 
 @dataclass(slots=True)
 class _Arm:
-    """A head of a trial, the drafts of its requests, and the seconds that it has served."""
+    """A head of a trial, the drafts of its requests, and the number of all its requests."""
 
     head: ServedHead
     counts: list[list[int]] = field(default_factory=list)
-    seconds: float = 0.0
+    num_seen: int = 0
 
     @property
     def length(self) -> float | None:
@@ -73,7 +73,8 @@ class HeadTrial:
 
     Args:
         requests: number of requests of the new head after which it stays.
-        share: share of time of the new head.
+        share: share of the new head in the requests. A share of time would count idle hours, for
+            which the other head would then serve alone.
 
     Attributes:
         state: "rolled back" has a `reason`, a sentence.
@@ -101,21 +102,21 @@ class HeadTrial:
         """
         return len(part.ended) >= self._per_slice or len(part.counts) >= self.requests
 
-    def add(self, part: HeadSlice, seconds: float, *, is_new: bool) -> None:
+    def add(self, part: HeadSlice, *, is_new: bool) -> None:
         """Count a slice that has ended."""
         arm = self.new if is_new else self.old
         arm.counts += part.counts.values()
-        arm.seconds += seconds
+        arm.num_seen += len(part.counts.keys() | part.ended)
 
     @property
     def is_new_next(self) -> bool:
-        """Return whether the new head serves next, by the time that both have served."""
-        return self.new.seconds <= self.share * (self.new.seconds + self.old.seconds)
+        """Return whether the new head serves next, by the requests that both have had."""
+        return self.new.num_seen <= self.share * (self.new.num_seen + self.old.num_seen)
 
     @property
     def has_all(self) -> bool:
         """Return whether the new head has its requests, and the old one has served too."""
-        return len(self.new.counts) >= self.requests and self.old.seconds > 0
+        return len(self.new.counts) >= self.requests and self.old.num_seen > 0
 
     @property
     def is_due(self) -> bool:

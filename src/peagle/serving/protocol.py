@@ -427,7 +427,7 @@ class DetokenizeBody(_Body):
 
 
 class TrialBody(_Body):
-    """A trial of a head: its requests after which it stays, and its share of time."""
+    """A trial of a head: its requests after which it stays, and its share of all requests."""
 
     requests: Annotated[StrictInt, Field(ge=1, le=100_000)] = 500
     share: Annotated[Number, Field(gt=0, lt=1)] = 0.5

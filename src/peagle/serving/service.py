@@ -135,8 +135,9 @@ class Service:
         if asked is None:
             return self.proposers[0], {}
         name = asked.proposer or self.proposers[0]
+        k = asked.num_speculative_tokens
         if name == "plain" and name not in self.proposers:
-            return self.proposers[0], {"num_speculative_tokens": 0}
+            name, k = self.proposers[0], 0
         if name not in self.proposers:
             names = ", ".join(dict.fromkeys([*self.proposers, "plain"]))
             raise ApiError(
@@ -144,7 +145,7 @@ class Service:
                 f"speculation.proposer is {short_repr(name)}; expected one of: {names}.",
                 param="speculation.proposer",
             )
-        k, most = asked.num_speculative_tokens, info.num_speculative_tokens[name]
+        most = info.num_speculative_tokens[name]
         if k is not None and not 0 <= k <= most:
             raise ApiError(
                 400,
@@ -153,9 +154,7 @@ class Service:
             )
         known, correction = info.corrections.get(name, ()), asked.correction
         if correction not in (None, *known):
-            expected = (
-                f"one of: {', '.join(known)}" if known else "none, as the server has no other"
-            )
+            expected = f"one of: {', '.join(known)}" if known else f"none, as {name} has no other"
             raise ApiError(
                 400,
                 f"speculation.correction is {short_repr(correction)}; expected {expected}.",
