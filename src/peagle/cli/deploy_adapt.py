@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from peagle.cli.adapt import ENGINE, PlaceOptions, TrainingOptions, adapted, figures, refuse
+from peagle.cli.adapting import ENGINE, PlaceOptions, TrainingOptions, adapted, figures, refuse
 from peagle.cli.deploy_options import PLACE, Wait, leftovers_printed, new_stamp
 from peagle.cli.flags import Given, pick_flags, spread, takes
 from peagle.cli.groups import Format, OutputFormat
