@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 from multiprocessing import Pool
 from pathlib import Path
+from typing import Any
 
 from functions import docstring_ends, function_documents
 from licences import Verdict

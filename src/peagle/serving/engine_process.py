@@ -5,6 +5,7 @@ heartbeat in memory that both processes share.
 """
 
 import ctypes
+import gc
 import math
 import multiprocessing
 import os
@@ -516,6 +517,10 @@ class EngineWorker(EngineLoop):
             if order.action == "restore" and swap is not None:
                 swap.restore()
             self._swap = self._try_out = None
+            # A busy engine would keep what loading took; the small engine has cycles.
+            gc.collect()
+            if trim is not None:
+                threading.Thread(target=trim, args=(0,), name="peagle-trim", daemon=True).start()
 
     def _load_head(self, order: HeadOrder) -> None:
         """Load a new head in a thread of its own; the engine's then tries it out."""
