@@ -14,7 +14,7 @@ drain     SIGTERM under load: what runs finishes, what is new is refused, status
 slow      a client that reads slowly and 1,000 idle connections, beside 8 normal ones
 latency   time to the first token at idle and under Poisson arrivals, speculation on and off
 fuzz      10,000 broken bodies: an answer each, never a 5xx
-swaps     heads that take turns under load: none lost, none changed, few tokens late
+swaps     swaps of the head under load: no request lost, no output changed, few tokens late
 abuse     one client attacks in 28 ways: others stream on, probes are answered, memory returns
 
 Runs on the bundled pair, `swaps` on any. Prints one line, RESULT and a JSON object; status 1 if a

@@ -1,4 +1,4 @@
-"""Heads that are swapped under load: none is lost, no output changes, few tokens come late."""
+"""Swaps of the head under load: no request is lost, no output changes, few tokens come late."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ async def _serve(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any]
     jobs = [_fields(texts[n % len(texts)], n, args.tokens) for n in range(2 * args.clients)]
     async with Served(*options, threads=args.threads) as server:
         admin = Client(server.port, key=key.read_text(encoding="utf-8"))
-        # Once to warm up: a swap begins the prefix cache anew, which the second pass then has not.
+        # The first pass warms up. Swaps begin the prefix cache anew, so that the second pass
+        # computes its prompts as requests beside swaps do.
         for _ in range(2):
             await admin_swap(admin, heads[1])
             await admin_swap(admin, heads[0])

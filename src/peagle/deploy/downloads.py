@@ -10,7 +10,7 @@ from typing import Any
 
 from peagle.deploy.aws import Clients, explain, explained_errors
 from peagle.deploy.models import NOT_UPLOADED, split_uri
-from peagle.deploy.uploads import Progress, Report, amount, transfer_config
+from peagle.deploy.uploads import Progress, Report, amount, objects_under, transfer_config
 from peagle.disk import needing_room
 from peagle.errors import UserError
 
@@ -75,18 +75,16 @@ def _objects(uri: str, clients: Clients) -> Iterator[tuple[str, int, datetime]]:
     """Yield the name below a prefix, the size and the time of each object that has a name."""
     bucket, prefix = split_uri(uri)
     with explained_errors():
-        pages = clients.client("s3").get_paginator("list_objects_v2")
-        for page in pages.paginate(Bucket=bucket, Prefix=prefix):
-            for item in page.get("Contents", ()):
-                name = item["Key"].removeprefix(prefix)
-                if not name or name.endswith("/"):
-                    continue  # what consoles make for an empty folder
-                if ".." in name.split("/") or name.startswith("/"):
-                    raise UserError(
-                        f"s3://{bucket}/{item['Key']} has a name that leads out of the folder it "
-                        "would be fetched to. Delete it, or give it another name."
-                    )
-                yield name, item["Size"], item["LastModified"]
+        for item in objects_under(clients.client("s3"), bucket, prefix):
+            name = item["Key"].removeprefix(prefix)
+            if not name or name.endswith("/"):
+                continue  # what consoles make for an empty folder
+            if ".." in name.split("/") or name.startswith("/"):
+                raise UserError(
+                    f"s3://{bucket}/{item['Key']} has a name that leads out of the folder it would "
+                    "be fetched to. Delete it, or give it another name."
+                )
+            yield name, item["Size"], item["LastModified"]
 
 
 def _fetch(
@@ -94,13 +92,13 @@ def _fetch(
 ) -> None:
     from boto3.exceptions import RetriesExceededError
 
+    client: Any = clients.client("s3")
     bucket, prefix = split_uri(uri)
     missing = {name: size for name, size in names.items() if _size(folder / name) != size}
     total = sum(missing.values())
     progress = Progress(f"fetching from {uri}", total, clients, report)
     for name in missing:
         path = folder / name
-        client: Any = clients.client("s3")
         with needing_room(path, _STAYS), explained_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
             try:

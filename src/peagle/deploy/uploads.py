@@ -133,7 +133,7 @@ def _upload(transfer: Transfer, clients: Clients, report: Report) -> None:
 def _copy(transfer: Transfer, clients: Clients, report: Report) -> None:
     client = clients.client("s3")
     bucket, prefix = split_uri(transfer.source.name)
-    keys = list(_keys(client, bucket, prefix))
+    keys = [item["Key"] for item in objects_under(client, bucket, prefix)]
     if not keys:
         raise UserError(f"There is nothing under {transfer.source.name}; check the prefix.")
     for key in keys:
@@ -181,7 +181,7 @@ def _remove(uri: str, client: Any) -> tuple[int, int]:
         if item["Key"].startswith(prefix):  # some stand-ins for S3 ignore the prefix
             client.abort_multipart_upload(Bucket=bucket, Key=item["Key"], UploadId=item["UploadId"])
     ours, others = [], 0
-    for key in _keys(client, bucket, prefix):
+    for key in (item["Key"] for item in objects_under(client, bucket, prefix)):
         mark = client.head_object(Bucket=bucket, Key=key).get("Metadata", {}).get(MARK)
         if mark and key.startswith(mark):
             ours.append(key)
@@ -191,10 +191,11 @@ def _remove(uri: str, client: Any) -> tuple[int, int]:
     return len(ours), others
 
 
-def _keys(client: Any, bucket: str, prefix: str) -> Iterator[str]:
+def objects_under(client: Any, bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
+    """Yield what S3 lists of each object under a prefix: Key, Size, LastModified and more."""
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
     for page in pages:
-        yield from (item["Key"] for item in page.get("Contents", ()))
+        yield from page.get("Contents", ())
 
 
 def _delete(client: Any, bucket: str, keys: Sequence[str]) -> None:
