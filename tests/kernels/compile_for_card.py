@@ -223,6 +223,8 @@ def compile_kernel(
 ) -> dict[str, Any]:
     """Compile with arguments of `types` (else i32), multiples of 16 unless they are `loose`."""
     names = kernel.arg_names
+    if "OVERLAPS" in names:
+        constants = {"OVERLAPS": capability >= 90} | constants
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     aligned = [n for n in names if n not in constants and n not in loose]
     ast = source(

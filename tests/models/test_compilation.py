@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,14 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from peagle import LLM, SamplingParams
 from peagle.attention.torch_backend import DenseCausalAttention
+from peagle.models import compilation
 from peagle.models.checkpoint import save_drafter
-from peagle.models.compilation import cache_compiled_code, code_cache_folder, compile_layers
+from peagle.models.compilation import (
+    cache_compiled_code,
+    code_cache_folder,
+    compile_layers,
+    wait_before_reading,
+)
 from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.fusion import fuse
 from peagle.models.target import TargetModel
@@ -373,3 +380,32 @@ def test_a_captured_pass_equals_the_eager_one() -> None:
     graph.replay()
     torch.testing.assert_close(outputs[-1], expected, atol=1e-4, rtol=1e-4)
     assert not compiled.left
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_overlapping_kernels_wait_before_every_read(
+    overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor alone lets a kernel read at once what the node before it did not write."""
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.utils import IndentedBuffer
+    from torch._inductor.virtualized import V
+
+    monkeypatch.setattr(
+        TritonKernel, "_handle_pdl_before_access", TritonKernel._handle_pdl_before_access
+    )
+    monkeypatch.setattr(compilation, "compiled_kernels_overlap", lambda: overlaps)
+    wait_before_reading.__wrapped__()
+    kernel = SimpleNamespace(
+        GDC_WAIT="wait", inside_reduction=False, _enable_pdl_codegen=lambda: True
+    )
+    before = SimpleNamespace(read_writes=SimpleNamespace(writes=[SimpleNamespace(name="other")]))
+    scheduler = SimpleNamespace(previous_node=before)
+    code = IndentedBuffer()
+    handle: Any = TritonKernel._handle_pdl_before_access
+    node = SimpleNamespace(current_node=SimpleNamespace(mutation_renames={}))
+    graph: Any = SimpleNamespace(scheduler=scheduler)
+    with V.set_graph_handler(graph), V.set_kernel_handler(node):
+        handle(kernel, code, "read")
+    assert code.getvalue().split() == (["wait"] if overlaps else [])
+    assert graph.scheduler is scheduler

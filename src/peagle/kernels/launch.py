@@ -37,6 +37,25 @@ class DeviceLimits:
         return DeviceLimits(found.multi_processor_count, shared, found.major >= 9)
 
 
+def overlapping(device: torch.device) -> dict[str, Any]:
+    """Return the options of a launch that may begin before the launch before it is done.
+
+    Its kernel takes `OVERLAPS` and calls `overlap_triton.wait_for_inputs`. It brings nothing unless
+    the kernels of compiled layers take part, so Inductor's option for them decides.
+    """
+    if DeviceLimits.of(device).overlaps_launches and compiled_kernels_overlap():
+        return {"OVERLAPS": True, "launch_pdl": True}
+    return {"OVERLAPS": False}
+
+
+@cache
+def compiled_kernels_overlap() -> bool:
+    """Return whether Inductor's `triton.enable_pdl` is set, as by TORCHINDUCTOR_ENABLE_PDL=1."""
+    from torch._inductor import config
+
+    return bool(getattr(config.triton, "enable_pdl", False))
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """kernel[grid](...): type checkers take a jitted function for a plain one."""
     kernel[grid](*arguments, **options)

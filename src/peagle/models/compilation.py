@@ -17,6 +17,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from peagle.kernels.launch import compiled_kernels_overlap
 from peagle.models.drafter import Drafter
 from peagle.models.target_attention import decoder_layers, windowed_modules
 
@@ -289,6 +291,7 @@ def compile_layers(
     """
     if backend == "inductor":
         cache_compiled_code()
+        wait_before_reading()
     from torch._dynamo import config as dynamo_config
 
     for name in ("recompile_limit", "accumulated_recompile_limit"):
@@ -302,6 +305,31 @@ def compile_layers(
             for layer in decoder_layers(model)
         ]
     return CompiledLayers(attentions, buckets, backend)
+
+
+@cache
+def wait_before_reading() -> None:
+    """Let compiled kernels that begin before the launch before them is done wait before they read.
+
+    Inductor's `triton.enable_pdl` waits only for the node that was compiled before, and reads all
+    else at once. Launches of our own operators are no such nodes.
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.virtualized import V
+
+    before_access: Any = getattr(TritonKernel, "_handle_pdl_before_access", None)
+    if before_access is None or not compiled_kernels_overlap():
+        return
+
+    def wait(self: Any, *args: Any, **kwargs: Any) -> None:
+        graph = V.graph
+        scheduler, graph.scheduler = graph.scheduler, None  # no node before: waits in any case
+        try:
+            before_access(self, *args, **kwargs)
+        finally:
+            graph.scheduler = scheduler
+
+    TritonKernel._handle_pdl_before_access = wait
 
 
 def code_cache_folder() -> Path:

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.attention.kv_write import kernel_view
-from peagle.kernels.launch import MAX_ARRIVALS, DeviceLimits, arrivals, power_of_two
+from peagle.kernels.launch import (
+    MAX_ARRIVALS,
+    DeviceLimits,
+    arrivals,
+    overlapping,
+    power_of_two,
+)
 
 MAX_HEAD_DIM = 512
 MAX_FLOAT32_HEAD_DIM = 256  # beyond, no tile of it fits the shared memory of small cards
@@ -365,6 +371,7 @@ def paged_attention(
         HAS_TREE=has_tree,
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap is not None,
+        **overlapping(device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from peagle.kernels.attention.fp8_cache_triton import as_read, as_stored
+from peagle.kernels.overlap_triton import wait_for_inputs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -213,6 +214,7 @@ def attend_kernel(
     HAS_TREE: tl.constexpr,  # the queries of a sequence are a tree of at most 64, or a prompt
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Attention of one tile of rows over one share of the keys."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -235,6 +237,7 @@ def attend_kernel(
     in_row = offs_d < HEAD_DIM
     head = kv_head * GROUP + offs_m % GROUP
 
+    wait_for_inputs(OVERLAPS)
     if SEARCH:
         sequence, tile = _sequence_of_tile(query_start_ptr, tile, num_sequences, BLOCK_Q, B2)
     else:

@@ -21,7 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.launch import MAX_ARRIVALS, DeviceLimits, arrivals, launch, power_of_two
+from peagle.kernels.launch import (
+    MAX_ARRIVALS,
+    DeviceLimits,
+    arrivals,
+    launch,
+    overlapping,
+    power_of_two,
+)
 from peagle.kernels.linear import fp8_experts
 from peagle.kernels.linear.fp8_activations import quantise
 from peagle.kernels.linear.packed_weights import FORMATS, FOUR_BIT_FORMATS, STEP, PackedWeight
@@ -364,6 +371,7 @@ def plan_tiles(index_S: Tensor, num_experts: int, block_m: int) -> Tensor:
         ASSIGNMENTS=power_of_two(count),
         EXPERTS=power_of_two(num_experts),
         TILES=power_of_two(most),
+        **overlapping(plan.device),
         num_warps=4 if count <= 512 else 16,
     )
     return plan
@@ -584,6 +592,7 @@ def grouped_product(
         "FORMAT": FORMATS.index(weight.format),
         "SCALE_ROWS": 0 if rows >= weight.num_outputs else rows,
         "SCALE_K": 0 if is_shared else inputs,
+        **overlapping(x.device),
         "num_warps": cut.num_warps,
     }
     grid = (columns * cut.split_k, tiles)

@@ -16,6 +16,7 @@ from peagle.kernels.linear.packed_weights_triton import (
     scale_of,
 )
 from peagle.kernels.linear.split_sums_triton import add_shares
+from peagle.kernels.overlap_triton import wait_for_inputs
 
 NO_GATE = tl.constexpr(0)
 SILU = tl.constexpr(1)
@@ -36,11 +37,13 @@ def plan_kernel(
     ASSIGNMENTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     TILES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Order the assignments by expert, and cut each expert's into tiles. One program.
 
     The order of an expert's assignments is left to chance: no row of a product depends on others.
     """
+    wait_for_inputs(OVERLAPS)
     s = tl.arange(0, ASSIGNMENTS)
     is_one = s < num_assignments
     expert = tl.load(index_ptr + s, mask=is_one, other=0).to(tl.int32)
@@ -279,6 +282,7 @@ def grouped_kernel(
     MODE: tl.constexpr,  # 0: one weight, rows in order, 1: one assignment a tile, 2: planned tiles
     ASM: tl.constexpr,
     WX: tl.constexpr,  # multiply W x^T in the matrix unit, not x W^T
+    OVERLAPS: tl.constexpr,
 ):
     """out[s] = act(W[expert of s] x[s // chosen] + bias), for a tile of s and of outputs, or one
     share of its sum over K.
@@ -286,6 +290,7 @@ def grouped_kernel(
     tile = tl.program_id(1)
     tile_n = tl.program_id(0) // SPLIT_K
     split = tl.program_id(0) % SPLIT_K
+    wait_for_inputs(OVERLAPS)
     # Find the expert and the assignments of this tile.
     rows = tl.arange(0, BLOCK_M)
     if MODE == 0:

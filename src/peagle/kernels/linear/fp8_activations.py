@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.kernels.launch import launch
+from peagle.kernels.launch import launch, overlapping
 
 BLOCK = 128  # inputs, and rows of a weight, that share a scale
 FP8 = torch.float8_e4m3fn
@@ -79,6 +79,7 @@ def quantise(x: Tensor) -> QuantisedRows:
             padded,
             ROWS=_QUANTISED_ROWS,
             LARGEST=torch.finfo(FP8).max,
+            **overlapping(x.device),
             num_warps=4,
         )
     return QuantisedRows(q, scale, num_rows)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.launch import MAX_ARRIVALS, DeviceLimits, arrivals, launch
+from peagle.kernels.launch import MAX_ARRIVALS, DeviceLimits, arrivals, launch, overlapping
 from peagle.kernels.linear.fp8_activations import BLOCK, FP8, QuantisedRows, quantise
 from peagle.kernels.linear.packed_weights import PackedWeight
 
@@ -162,6 +162,7 @@ def triton_product(
         HAS_BIAS=bias_N is not None,
         ASM=data.is_cuda,
         WX=config.wx,
+        **overlapping(data.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from peagle.kernels.linear.packed_weights_triton import TILE_BYTES
 from peagle.kernels.linear.split_sums_triton import add_shares
+from peagle.kernels.overlap_triton import wait_for_inputs
 
 BLOCK = tl.constexpr(128)  # inputs, and rows of the weight, that share a scale
 # The four numbers of a word ($1): of each half, the second of a pair in the high byte.
@@ -37,8 +38,10 @@ def quantise_kernel(
     stride_scale,
     ROWS: tl.constexpr,
     LARGEST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """q = x / scale, where scale is the largest magnitude of a row's 128 inputs over LARGEST."""
+    wait_for_inputs(OVERLAPS)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     is_row = rows < num_rows
@@ -194,11 +197,13 @@ def linear_kernel(
     HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr,
     WX: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """out = x W^T + bias for a tile of rows and of 2 * BLOCK_N outputs."""
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < num_rows
     first = tl.program_id(0) // SPLIT_K * (2 * BLOCK_N)
+    wait_for_inputs(OVERLAPS)
     acc_a, acc_b, is_last = multiply_tile(
         x_ptr,
         x_scale_ptr,

@@ -75,6 +75,20 @@ _FP8_ASM = gl.constexpr(
 
 
 @gluon.jit
+def _wait_for_inputs(OVERLAPS: gl.constexpr):
+    """Do what `overlap_triton.wait_for_inputs` does."""
+    if OVERLAPS:
+        gl.inline_asm_elementwise(
+            "{ griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0; }",
+            "=r",
+            [],
+            gl.int32,
+            False,
+            1,
+        )
+
+
+@gluon.jit
 def _row_offsets(row, stride_row):
     """Return the offset of the first word of each row; tiles have 64 rows of 64 bytes."""
     row = row.to(gl.int64)
@@ -245,6 +259,7 @@ def packed_kernel(
     SCALE_ROWS: gl.constexpr,  # rows that share a scale; 0: all
     SCALE_K: gl.constexpr,  # inputs that share a scale; 0: all
     WGMMA: gl.constexpr,
+    OVERLAPS: gl.constexpr,
 ):
     """Compute one share of K of one tile, as `experts_triton.grouped_kernel` does."""
     # Choose the layouts of sums, operands and x.
@@ -268,6 +283,7 @@ def packed_kernel(
     tile = gl.program_id(TILES)
     tile_n = gl.program_id(1 - TILES) // SPLIT_K
     split = gl.program_id(1 - TILES) % SPLIT_K
+    _wait_for_inputs(OVERLAPS)
     # Find the expert and the assignments of this tile.
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X))
     if MODE == 0:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.launch import launch, power_of_two
+from peagle.kernels.launch import launch, overlapping, power_of_two
 from peagle.kernels.linear.skinny_linear import skinny_linear
 from peagle.kernels.linear.unpacking import has_assembly
 
@@ -79,6 +79,7 @@ def _route(
             chosen,
             EXPERTS=power_of_two(experts),
             AMONG_CHOSEN=among_chosen,
+            **overlapping(x.device),
             num_warps=1,
         )
     return logits, weights, index

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from peagle.kernels.overlap_triton import wait_for_inputs
+
 _LOWEST = tl.constexpr(-(2**31))  # below the key of every number
 
 
@@ -22,11 +24,13 @@ def choose_experts_kernel(
     num_chosen,
     EXPERTS: tl.constexpr,
     AMONG_CHOSEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Store one token's experts with the largest logits, and their shares of the softmax.
 
     A logit that is no number counts as the largest. Of equal logits the first is chosen first.
     """
+    wait_for_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     is_expert = e < num_experts

@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.launch import MAX_ARRIVALS, DeviceLimits, arrivals, power_of_two
+from peagle.kernels.launch import (
+    MAX_ARRIVALS,
+    DeviceLimits,
+    arrivals,
+    overlapping,
+    power_of_two,
+)
 
 Kind = Literal["xw", "wx", "gemv"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -376,6 +382,7 @@ def _multiply(
         HAS_BIAS=bias_N is not None,
         TMA=config.tma,
         X_TMA=x_tma,
+        **overlapping(x_MK.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

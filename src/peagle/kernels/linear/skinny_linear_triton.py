@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from peagle.kernels.linear.split_sums_triton import add_shares
+from peagle.kernels.overlap_triton import wait_for_inputs
 
 
 @triton.jit
@@ -118,6 +119,7 @@ def skinny_kernel(
     HAS_BIAS: tl.constexpr,
     TMA: tl.constexpr,
     X_TMA: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Compute a tile of the output, or one share of its sum over K."""
     # Find the tile of the output and the share of K.
@@ -143,6 +145,7 @@ def skinny_kernel(
         gate_ptrs = weight + row * stride_weight
         up_ptrs = weight + (row + num_columns) * stride_weight
 
+    wait_for_inputs(OVERLAPS)
     is_row = offs_m[:, None] < num_rows
     x_ptrs = is_row if X_TMA else x + offs_m.to(tl.int64)[:, None] * stride_x
     # Sum the products over this share of K.
