@@ -63,8 +63,19 @@ def write_checkpoint(shape: Shape, folder: Path, dtype: torch.dtype, device: tor
     name = str(dtype).removeprefix("torch.")
     written |= {"dtype": name, "torch_dtype": name}
     if method := _METHODS[shape.format]:
-        written["quantization_config"] = method
+        written["quantization_config"] = method | _not_converted(shape, model)
     (folder / "config.json").write_text(json.dumps(written, indent=1))
+
+
+def _not_converted(shape: Shape, model: Any) -> dict[str, list[str]]:
+    """Name the layers of an FP8 model that stay as they are: other engines quantise all others.
+
+    A router whose weights an engine takes for FP8 gives every token the same experts.
+    """
+    if shape.format != "fp8":
+        return {}
+    routers = [name for name, _ in model.named_modules() if name.endswith(".mlp.gate")]
+    return {"modules_to_not_convert": ["lm_head", *routers]}
 
 
 def _file(number: int) -> str:
