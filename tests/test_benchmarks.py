@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -407,6 +408,25 @@ def test_checkpoints_have_the_published_names(
     scales = {name for name in found if name.endswith("_scale_inv")}
     assert found - scales == expected
     assert bool(scales) == (format == "fp8")
+    written = json.loads((tmp_path / "ours" / "config.json").read_text())
+    kept = written.get("quantization_config", {}).get("modules_to_not_convert", [])
+    routers = {f"model.layers.{i}.mlp.gate" for i in range(shape.config["num_hidden_layers"])}
+    assert (set(kept) >= routers) == (format == "fp8"), "engines would read routers as FP8"
+
+
+@pytest.mark.usefixtures("throughput")
+def test_the_peer_counts_tokens_and_experts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import throughput_vllm as peer  # type: ignore[import-not-found]
+
+    assert peer.distinct(np.array([[1, 2, 3], [1, 5, 3], [4, 5, 3]])) == [2, 2, 1]
+    experts = np.array([[[[0, 1], [2, 3]]], [[[0, 1], [3, 4]]]])  # [sequences, steps, layers, 2]
+    assert peer.distinct_experts(experts) == {"mean": 2.5, "by_layer": [2.0, 3.0]}
+    monkeypatch.setattr(sys, "argv", ["throughput_vllm.py", "--checkpoint", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        peer.run_guarded(peer.main)
+    assert "has no config.json: write it by throughput.py" in capsys.readouterr().err
 
 
 def test_a_shape_can_be_quantised(run: Any) -> None:
