@@ -185,6 +185,7 @@ def attention(
         "HAS_TREE": tree,
         "HAS_SINKS": True,
         "HAS_SOFTCAP": True,
+        "SETTLED": is_step,
     }
     pointers = dict.fromkeys(("out_ptr", "query_ptr", "key_ptr", "value_ptr", "sinks_ptr"), "*bf16")
     pointers |= dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32")

@@ -116,6 +116,7 @@ class TritonPreparedAttention:
             config=plan.config,
             workspace=plan.workspace,
             new=new,
+            settled=True,  # queries are computed after it
             sliding_window=sliding_window,
             **_scales(cache),
             **options,

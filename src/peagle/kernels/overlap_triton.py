@@ -1,7 +1,7 @@
 """Kernels that begin before the launch before them is done: programmatic dependent launch.
 
-`launch.overlapping` launches such a kernel. It waits before it reads or writes anything, and lets
-the next launch begin then.
+`launch.overlapping` launches such a kernel. It waits before it writes anything, or reads what the
+launch before may write, and lets the next launch begin then. So older launches are always done.
 """
 
 import triton

@@ -231,6 +231,7 @@ def paged_attention(
     config: PagedAttentionConfig | None = None,
     workspace: Workspace | None = None,
     new: NewKeyValues | None = None,
+    settled: bool = False,
 ) -> Tensor:
     """softmax(q . k * scaling) v of every query over the keys of its sequence up to its position.
 
@@ -254,6 +255,8 @@ def paged_attention(
         config: default `choose_config`.
         workspace: of `Workspace.make`, to be shared by layers; default a new one.
         new: keys and values to write first, where `writes_new`.
+        settled: what says where keys are (`query_start_loc`, `seq_lens_B`, `block_tables_BM`,
+            `context_starts_B`) is older than the last launch, which may still run.
 
     Returns:
         [T, Hq, d], contiguous; zero for queries that see nothing.
@@ -372,6 +375,7 @@ def paged_attention(
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap is not None,
         **overlapping(device),
+        SETTLED=settled,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

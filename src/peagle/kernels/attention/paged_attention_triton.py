@@ -215,6 +215,7 @@ def attend_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    SETTLED: tl.constexpr,  # what says where keys are is older than the launch before
 ):
     """Attention of one tile of rows over one share of the keys."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -237,7 +238,7 @@ def attend_kernel(
     in_row = offs_d < HEAD_DIM
     head = kv_head * GROUP + offs_m % GROUP
 
-    wait_for_inputs(OVERLAPS)
+    wait_for_inputs(OVERLAPS and not SETTLED)
     if SEARCH:
         sequence, tile = _sequence_of_tile(query_start_ptr, tile, num_sequences, BLOCK_Q, B2)
     else:
@@ -279,6 +280,7 @@ def attend_kernel(
     block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key // BLOCK_SIZE < table_width, other=0)
     block = block.to(OFFSET)
 
+    wait_for_inputs(OVERLAPS and SETTLED)
     # Fill the padding with zeros.
     if is_last_split:
         # Rows beyond the last sequence pad the batch: zero, so that nothing later sees a NaN.
