@@ -17,9 +17,10 @@ same on both sides, and a request writes exactly as many tokens as its mix says.
 a line of --results at once; what is there already is not measured again. `table` puts files of
 several runs together. Outputs are greedy, and prefixes are not cached.
 
-A server is peagle/ or vllm/ and one of: plain; kN, the P-EAGLE head with N drafts; eagle3-kN, the
-EAGLE-3 head. Of peagle alone there are: by-load, the P-EAGLE head with --schedule; kN-alone, the
-head without its correction; treeN, its candidate trees of N nodes. vLLM has no corrections.
+A server is peagle/ or vllm/ and one of: plain; kN, the P-EAGLE head with N drafts; kN-alone, the
+head without its correction; by-load, the P-EAGLE head with --schedule; eagle3-kN, the EAGLE-3 head.
+Of peagle alone there is treeN, the head's candidate trees of N nodes. vLLM has corrections and
+schedules by peagle's plugin.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Variant:
         found = _VARIANT.fullmatch(text)
         if found is not None:
             side, name, kind, alone = found.group("side", "name", "kind", "alone")
-            is_there = side == "peagle" or (name != "by-load" and kind != "tree" and not alone)
+            is_there = side == "peagle" or kind != "tree"
             if not is_there or (alone and kind == "eagle3-k"):  # it has no correction
                 found = None
         if found is None:
