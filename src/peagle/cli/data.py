@@ -489,13 +489,13 @@ def _plan_preparation(options: PrepareOptions) -> PreparePlan:
         )
     if validation is None and share:
         validation = output.with_suffix(f".validation{output.suffix}")
-    _check_outputs(options.sources, output, validation, options.overwrite)
     check_limits(options.max_length, share)
     sources = [split_of(path, options.split) for path in options.sources]
     for source in sources:
         table_files(source)  # refuses a missing file before torch is imported
         if source.is_file() and source.suffix not in (".safetensors", ".parquet"):
             next(read_records(source), None)  # and a file that is not JSON
+    _check_outputs(options.sources, output, validation, options.overwrite)
     check_paths(options.target, chat_template=options.chat_template)
     cipher = read_cipher(options.record_key_file) if options.record_key_file else None
     return PreparePlan(sources, validation, share, cipher)
