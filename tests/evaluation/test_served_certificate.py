@@ -179,6 +179,37 @@ def test_another_model_at_the_second_url(certify: Any) -> None:
     assert found.error and not found.conditions
 
 
+class Refusing(ToyServer):
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
+        return 400, {"error": {"message": "no"}}, {}
+
+
+def no_tokens(number: int, choice: dict[str, Any]) -> dict[str, Any]:
+    return {**choice, "logprobs": None} if number > 5 else choice
+
+
+def other_form(number: int, choice: dict[str, Any]) -> dict[str, Any]:
+    return {**choice, "logprobs": {"tokens": "a"}} if number > 5 else choice
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (Refusing(), "answers neither completions"),
+        (ToyServer(tops=0), "gives no log-probabilities"),
+        (ToyServer(has_ids=True, told=no_tokens), "with text and no log-probabilities"),
+        (ToyServer(has_ids=True, told=other_form), "in OpenAI's form"),
+    ],
+)
+def test_faults_of_the_second_server_name_its_option(
+    certify: Any, second: ToyServer, message: str
+) -> None:
+    with endpoint(second.script()) as url:
+        status, _, text = certify(ToyServer(has_ids=True), "--reference-endpoint", url)
+    assert status == 2 and url in text and message in text.replace("\n", " ")
+    assert "orrect --reference-endpoint" in text and "orrect --endpoint" not in text
+
+
 def test_a_limited_rate_is_waited_for(certify: Any) -> None:
     status, found, text = certify(ToyServer(has_ids=True, num_limited=3), "--samples", 0)
     assert status == 0, text
