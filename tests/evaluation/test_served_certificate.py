@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import log
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,19 @@ def test_answers_without_tokens_are_named(certify: Any, text: str, message: str)
 
     status, _, said = certify(ToyServer(has_ids=True, told=told), "--samples", 0)
     assert status == 2 and message in said.replace("\n", " ")
+
+
+def test_stop_strings_that_no_answer_has_are_not_checked(certify: Any) -> None:
+    def told(_: int, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**choice, "text": " " * len(choice["text"])}
+
+    status, found, text = certify(ToyServer(has_ids=True, told=told), "--samples", 0)
+    assert (status, found.passed) == (0, True), text
+    names = [one.condition for one in found.conditions if not one.num_answers]
+    assert len(names) == 2 and all("stop string" in name for name in names)
+    for name in names:
+        assert f"{name}: not checked, no answer has text for a stop string" in found.notes
+        assert re.search(rf"  {name} +not checked\n", text)
 
 
 def test_answers_that_end_before_a_listed_token(certify: Any) -> None:
