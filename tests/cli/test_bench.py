@@ -360,6 +360,7 @@ def test_failing_requests_are_told(peagle: Peagle, tmp_path: Path) -> None:
         (("--model", "org/x"), "name a model here with --target org/x"),
         (("--no-chat-template", "--thinking"), "no thinking mode"),
         (("--extra-body", "[]"), "is not a JSON object"),
+        (("--extra-body", '{"top_k": 20}'), "which has no effect without a server; add --endpoint"),
         (("--turns", "0"), "--turns is '0'; expected a whole number of at least 1, or all"),
         (("--turns", "both"), "--turns is 'both'; expected a whole number"),
         (("--set", "mt_bench", "--turns", 3), "no prompt of 'mt_bench' has more than 2 turns"),

@@ -291,6 +291,7 @@ def test_regeneration_says_what_it_is_doing(
         (["prepare", "P", "--target", "T", "-o", "x.jsonl", "--long", "x"], "'x' is not one of"),
         (["prepare", "P", "--target", "T", "-o", "x.jsonl", "--thinking"], "no chat template"),
         (["prepare", "P", "--target", "T", "-o", "x.jsonl"], "has the keys id, prompt"),
+        (["features", ".", "--target", "T", "-o", "x.f"], "'.' is a folder; expected a file"),
         (["inspect", "none.jsonl"], "is not there"),
         (["inspect", "P"], "has the keys id, prompt"),
         (["inspect", "P", "--samples", "-1"], "--samples"),

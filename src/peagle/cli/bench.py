@@ -266,6 +266,11 @@ def _plan(given: Given, options: BenchOptions) -> BenchPlan:
     fields = json_object(options.extra_body, '{"top_k": 20}') if options.extra_body else {}
     endpoints = _endpoints(options.endpoint, options.model)
     is_on_vllm = vllm.is_vllm(given, flags)
+    if fields and not (endpoints or is_on_vllm):
+        raise UserError(
+            f"--extra-body is {options.extra_body}, which has no effect without a server; add "
+            "--endpoint NAME=URL, or leave --extra-body out."
+        )
     if is_on_vllm and groups.TREES in given:
         raise UserError(
             f"{given[groups.TREES].source} and --engine vllm: vLLM drafts chains alone."

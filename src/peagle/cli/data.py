@@ -303,7 +303,8 @@ def _plan_features(options: FeaturesOptions) -> FeaturesPlan:
         raise UserError(f"--aux-layer-ids is {ids!r}; expected layer numbers, as in 2,18,33.")
     check_paths(options.target)
     if not options.file.is_file():
-        raise UserError(f"The data file {str(options.file)!r} is not there.")
+        found = "is a folder; expected a file" if options.file.is_dir() else "is not there"
+        raise UserError(f"The data file {str(options.file)!r} {found}.")
     quiet_libraries()
     from peagle.data.dataset import ResponseDataset
     from peagle.data.feature_writer import FeatureWriter

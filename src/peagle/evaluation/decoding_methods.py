@@ -29,15 +29,17 @@ class DecodingMethod:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read "plain", "ngram" (prompt lookup) or "NAME=MODEL" (a head's folder or hub id).
+        """Read "ngram" (prompt lookup) or "NAME=MODEL" (a head's folder or hub id).
 
         Raises:
-            UserError: the text is none of these.
+            UserError: the text is neither.
         """
-        if text in (PLAIN, NGRAM):
+        if text == NGRAM:
             return cls(text)
-        form, option = "plain, ngram or NAME=MODEL", "--method: "
-        ((name, source),) = named_values([text], form, "peagle=./head", option).items()
+        option = "--method: "
+        ((name, source),) = named_values(
+            [text], "ngram or NAME=MODEL", "peagle=./head", option
+        ).items()
         if name in (PLAIN, NGRAM):
             raise UserError(f"{option}{text!r} calls a head {name!r}; give it another name.")
         return cls(name, source)
