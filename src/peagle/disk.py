@@ -88,12 +88,12 @@ def needing_room(path: Path, advice: str) -> Iterator[None]:
         raise UserError(f"{str(path)!r} cannot be written: {error.strerror}. {advice}") from None
 
 
-def size_text(num_bytes: int) -> str:
+def size_text(num_bytes: float) -> str:
     """Return a number of bytes as people write it."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes} B"
+    return f"{num_bytes:.0f} B"
 
 
 def free_bytes(folder: Path) -> int:

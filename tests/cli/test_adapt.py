@@ -166,6 +166,13 @@ MISTAKES = {
     "key": (["--serve", "http://a"], "needs a key of the server's --admin-key-file"),
     "no server": (["--admin-key-file", "key"], "expected --serve URL with it"),
     "trial": (["--trial-requests", -1], "greater than or equal to 0"),
+    "no trial": (
+        ["--trial-requests", 500],
+        "without --serve; add --serve URL, or leave --trial-requests out",
+    ),
+    "idle loss": (["--max-loss", 0.02], "--max-loss is 0.02, which has no effect without --old"),
+    "idle share": (["--old-share", 0.3], "--old-share is 0.3, which has no effect without --old"),
+    "idle minutes": (["--minutes", 5, "--steps", 1], "no effect beside --steps; leave --steps out"),
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from peagle.cli import data, progress
 from peagle.cli.setup import Setup
 from peagle.data.dataset import ResponseDataset
 from peagle.data.features import FeatureStore
+from peagle.data.recorded import RecordFolder
 from peagle.errors import UserError
 from peagle.models.target_ends import TargetEnds
 from tests.cli.conftest import Pair, Peagle, environment, kill_when
@@ -288,6 +291,7 @@ def test_regeneration_says_what_it_is_doing(
         (["prepare", "P", "--target", "T", "-o", "x.jsonl", "--long", "x"], "'x' is not one of"),
         (["prepare", "P", "--target", "T", "-o", "x.jsonl", "--thinking"], "no chat template"),
         (["prepare", "P", "--target", "T", "-o", "x.jsonl"], "has the keys id, prompt"),
+        (["features", ".", "--target", "T", "-o", "x.f"], "'.' is a folder; expected a file"),
         (["inspect", "none.jsonl"], "is not there"),
         (["inspect", "P"], "has the keys id, prompt"),
         (["inspect", "P", "--samples", "-1"], "--samples"),
@@ -332,6 +336,31 @@ def test_mistakes_exit_with_2(
     assert (result.status, result.out) == (2, "")
     assert "peagle: error: " in result.err and message in result.err
     assert not list(prompts.parent.glob("x.*"))
+
+
+def test_sources_that_cannot_be_read_exit_with_2(
+    peagle: Peagle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the target is looked for, which is not there."""
+    monkeypatch.chdir(tmp_path)
+    for name, target in (("broken", "/nowhere"), ("loop", "loop"), ("part/a.jsonl", "/nowhere")):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).symlink_to(target)
+    Path("empty").mkdir()
+    RecordFolder.create(tmp_path / "unread")
+
+    def prepared(source: str) -> str:
+        result = peagle("data", "prepare", source, "--target", "./none", "-o", "x.safetensors")
+        assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)
+        return result.err
+
+    assert "'broken' is a broken link" in prepared("broken")
+    assert "'loop' is a broken link" in prepared("loop")
+    assert "'part/a.jsonl' cannot be read: No such file" in prepared("part")
+    assert "it holds nothing" in prepared("empty")
+    denied = PermissionError(errno.EACCES, "Permission denied", "unread")
+    monkeypatch.setattr(Path, "iterdir", Mock(side_effect=denied))
+    assert "'unread' cannot be used: Permission denied. Correct the path." in prepared("unread")
 
 
 @pytest.mark.slow

@@ -119,6 +119,7 @@ def test_folders_are_read_in_order_and_cut_lines_counted(tmp_path: Path) -> None
     reasons = [record.fault and record.fault.reason for record in records]
     assert reasons == [None, cut, cut, "the text holds half of a surrogate pair"]
     assert [record.number for record in records] == [1, 2, 3, 4]
+    (tmp_path / "folder.jsonl").mkdir()
     one, _ = table_files(tmp_path)
     assert list(read_records(one)) == records[:2]
     before = sha256_of_table(tmp_path)

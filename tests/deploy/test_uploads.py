@@ -113,7 +113,7 @@ def test_large_files_go_in_parts_and_tell_how_far_they_are(
     uploads.put([model(tmp_path, 12 << 20)], clients, told.append)
     assert len(aws.objects(URI)["model.safetensors"]) == 12 << 20
     assert [r.operation for r in aws.calls].count("UploadPart") == 3
-    assert any("of 12.6 MB" in line and line.endswith("/s") for line in told[:-1])
+    assert any("of 12.0 MiB" in line and line.endswith("/s") for line in told[:-1])
     assert not any(name.startswith("multipart") for name in aws.holdings())
 
 

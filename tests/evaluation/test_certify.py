@@ -17,6 +17,7 @@ from peagle.config import CandidateTrees, EngineConfig
 from peagle.engine import model_runner, sampler
 from peagle.engine.placement import load_target
 from peagle.errors import UserError
+from peagle.evaluation.certify import matrix
 from peagle.evaluation.certify.matrix import Case, difference
 from peagle.evaluation.certify.options import Options
 from peagle.evaluation.certify.reference import Reference, TargetReference, probabilities
@@ -105,6 +106,16 @@ def test_a_healthy_pair_passes(certify: Callable[..., CertificateResults]) -> No
     assert data["passed"] and data["settings"]["k"] == K and len(data["matrix"]) == len(found)
     text = certificate_text(certificate)
     assert "PASSED" in text and all(feature in text for feature in FEATURES)
+
+
+@pytest.mark.slow
+def test_stop_strings_that_no_output_has_are_not_passed(
+    certify: Callable[..., CertificateResults], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix, "_STOP_CHARACTERS", 0)
+    certificate = certify([], samples=0, prompts=1, matrix_prompts=1)
+    assert statuses(certificate)["stop strings", "ngram"] == "not applicable"
+    assert "stop strings, ngram: not reached with these prompts" in certificate_text(certificate)
 
 
 @pytest.mark.slow

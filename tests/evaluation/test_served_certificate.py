@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import log
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,37 @@ def test_another_model_at_the_second_url(certify: Any) -> None:
     assert found.error and not found.conditions
 
 
+class Refusing(ToyServer):
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
+        return 400, {"error": {"message": "no"}}, {}
+
+
+def no_tokens(number: int, choice: dict[str, Any]) -> dict[str, Any]:
+    return {**choice, "logprobs": None} if number > 5 else choice
+
+
+def other_form(number: int, choice: dict[str, Any]) -> dict[str, Any]:
+    return {**choice, "logprobs": {"tokens": "a"}} if number > 5 else choice
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (Refusing(), "answers neither completions"),
+        (ToyServer(tops=0), "gives no log-probabilities"),
+        (ToyServer(has_ids=True, told=no_tokens), "with text and no log-probabilities"),
+        (ToyServer(has_ids=True, told=other_form), "in OpenAI's form"),
+    ],
+)
+def test_faults_of_the_second_server_name_its_option(
+    certify: Any, second: ToyServer, message: str
+) -> None:
+    with endpoint(second.script()) as url:
+        status, _, text = certify(ToyServer(has_ids=True), "--reference-endpoint", url)
+    assert status == 2 and url in text and message in text.replace("\n", " ")
+    assert "orrect --reference-endpoint" in text and "orrect --endpoint" not in text
+
+
 def test_a_limited_rate_is_waited_for(certify: Any) -> None:
     status, found, text = certify(ToyServer(has_ids=True, num_limited=3), "--samples", 0)
     assert status == 0, text
@@ -202,6 +234,19 @@ def test_answers_without_tokens_are_named(certify: Any, text: str, message: str)
 
     status, _, said = certify(ToyServer(has_ids=True, told=told), "--samples", 0)
     assert status == 2 and message in said.replace("\n", " ")
+
+
+def test_stop_strings_that_no_answer_has_are_not_checked(certify: Any) -> None:
+    def told(_: int, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**choice, "text": " " * len(choice["text"])}
+
+    status, found, text = certify(ToyServer(has_ids=True, told=told), "--samples", 0)
+    assert (status, found.passed) == (0, True), text
+    names = [one.condition for one in found.conditions if not one.num_answers]
+    assert len(names) == 2 and all("stop string" in name for name in names)
+    for name in names:
+        assert f"{name}: not checked, no answer has text for a stop string" in found.notes
+        assert re.search(rf"  {name} +not checked\n", text)
 
 
 def test_answers_that_end_before_a_listed_token(certify: Any) -> None:

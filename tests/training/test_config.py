@@ -69,6 +69,8 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
         read(tmp_path, MINIMAL, "optimizer.steps")
     with pytest.raises(UserError, match="is not there"):
         TrainConfig.read(tmp_path / "none.toml")
+    with pytest.raises(UserError, match="is a folder; expected a TOML file"):
+        TrainConfig.read(tmp_path)
 
 
 @pytest.mark.parametrize(

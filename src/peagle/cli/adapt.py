@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from peagle.cli.adapting import ENGINE, PlaceOptions, TrainingOptions, adapted, figures, refuse
-from peagle.cli.flags import Given, spread, takes
+from peagle.cli.flags import Given, refuse_idle, spread, takes
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.head_server import ADMIN_KEY, find_server, hand_over, told_of
 from peagle.cli.terminal import command_prefix
@@ -70,7 +70,7 @@ class AdaptOptions(TrainingOptions, PlaceOptions):
 
 @takes(*ENGINE)
 @spread
-def adapt(given: Given, options: AdaptOptions) -> None:
+def adapt(given: Given, context: typer.Context, options: AdaptOptions) -> None:
     """Make a better head from recorded traffic; it is written only if it proves to be better.
 
     The newest tenth of the traffic, by conversations, is held out; the rest is trained on. The
@@ -78,7 +78,9 @@ def adapt(given: Given, options: AdaptOptions) -> None:
     head passes if the 95% interval of its gain in acceptance length, before the loops of outputs,
     is above 0, and if it lost less than --max-loss on old data. Else the status is 3.
     """
-    options.check()
+    options.check(context)
+    if options.serve is None:
+        refuse_idle(context, ["trial_requests"], "without --serve", "add --serve URL")
     if options.report is not None:
         require_writable_file(options.report, "--report")
         if options.report.resolve().is_relative_to(options.output.resolve()):

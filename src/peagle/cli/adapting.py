@@ -15,7 +15,7 @@ import typer
 
 from peagle.cli import groups
 from peagle.cli.data import lm_head_of, load_tokenizer_of
-from peagle.cli.flags import Given, pick_flags
+from peagle.cli.flags import Given, pick_flags, refuse_idle
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import Layer, Settings
 from peagle.cli.setup import check_paths, note, quiet_libraries, set_threads
@@ -105,8 +105,8 @@ class TrainingOptions:
         help="Value of the training configuration; may be repeated.",
     )
 
-    def check(self) -> None:
-        """Refuse values that are out of range, and old data that is missing.
+    def check(self, context: typer.Context) -> None:
+        """Refuse values that are out of range or have no effect, and old data that is missing.
 
         Raises:
             UserError: naming the option.
@@ -127,6 +127,11 @@ class TrainingOptions:
                 "it does well now, against forgetting. Name them with --old FILE, or give "
                 "--old-share 0."
             )
+        if old is None:
+            idle = ["max_loss"] + ["old_share"] * bool(self.old_share)
+            refuse_idle(context, idle, "without --old", "add --old FILE")
+        if self.steps is not None:
+            refuse_idle(context, ["minutes"], "beside --steps", "leave --steps out")
         if old is not None and not (old.is_file() and old.suffix == ".safetensors"):
             raise UserError(
                 f"--old is {str(old)!r}; expected a .safetensors file that `peagle data prepare` "

@@ -25,6 +25,7 @@ from peagle.cli.tables import names_of, pivot_table, short_share, text_table, tw
 from peagle.cli.terminal import printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS
+from peagle.config.checks import named_values
 from peagle.errors import UserError
 from peagle.evaluation.decoding_methods import PLAIN, DecodingMethod
 from peagle.evaluation.journal import BENCH_LOG, Journal, read_settings, weights_digest
@@ -73,7 +74,6 @@ the others are compared with:
 """
 
 _DEFAULT_KS = (3, 5, 7)
-_ENDPOINT = re.compile(r"(?P<name>[\w.+-]+)=(?P<value>\S+)")
 # Settings that may change when a sweep goes on: they add measurements or change their judgement.
 _MAY_DIFFER = ("concurrency", "repeats", "warm_up", "objective")
 _OF_ENGINES = ("target", "revision", "speculative", "engine.", "threads")
@@ -266,6 +266,11 @@ def _plan(given: Given, options: BenchOptions) -> BenchPlan:
     fields = json_object(options.extra_body, '{"top_k": 20}') if options.extra_body else {}
     endpoints = _endpoints(options.endpoint, options.model)
     is_on_vllm = vllm.is_vllm(given, flags)
+    if fields and not (endpoints or is_on_vllm):
+        raise UserError(
+            f"--extra-body is {options.extra_body}, which has no effect without a server; add "
+            "--endpoint NAME=URL, or leave --extra-body out."
+        )
     if is_on_vllm and groups.TREES in given:
         raise UserError(
             f"{given[groups.TREES].source} and --engine vllm: vLLM drafts chains alone."
@@ -299,26 +304,12 @@ def _endpoints(
             f"--model is {models[0]!r} without --endpoint; name a model here with --target "
             f"{models[0]}, or as the first word: peagle bench {models[0]}."
         )
-    found, names = _named("--endpoint", urls, "URL"), _named("--model", models, "MODEL")
+    url, model = "vllm=http://127.0.0.1:8000", "vllm=Qwen/Qwen3-8B"
+    found = named_values(urls or (), "NAME=URL", url, "--endpoint: ")
+    names = named_values(models or (), "NAME=MODEL", model, "--model: ")
     if unknown := sorted(set(names) - set(found)):
         raise UserError(f"--model names the endpoint {unknown[0]!r}; there is no such one.")
     return {name: (url, names.get(name)) for name, url in found.items()}
-
-
-def _named(option: str, given: Sequence[str] | None, what: str) -> dict[str, str]:
-    """Read NAME=VALUE options; errors call the value `what`."""
-    found: dict[str, str] = {}
-    for text in given or ():
-        match = _ENDPOINT.fullmatch(text)
-        if match is None or match["name"].lower() in ("http", "https"):
-            raise UserError(
-                f"{option} is {text!r}; expected NAME={what} with a name for tables, like "
-                f"{'vllm=http://127.0.0.1:8000' if what == 'URL' else 'vllm=Qwen/Qwen3-8B'}."
-            )
-        if match["name"] in found:
-            raise UserError(f"{option} is given twice for {match['name']!r}; leave one out.")
-        found[match["name"]] = match["value"]
-    return found
 
 
 # ---- the run --------------------------------------------------------------------------------

@@ -303,7 +303,8 @@ def _plan_features(options: FeaturesOptions) -> FeaturesPlan:
         raise UserError(f"--aux-layer-ids is {ids!r}; expected layer numbers, as in 2,18,33.")
     check_paths(options.target)
     if not options.file.is_file():
-        raise UserError(f"The data file {str(options.file)!r} is not there.")
+        found = "is a folder; expected a file" if options.file.is_dir() else "is not there"
+        raise UserError(f"The data file {str(options.file)!r} {found}.")
     quiet_libraries()
     from peagle.data.dataset import ResponseDataset
     from peagle.data.feature_writer import FeatureWriter
@@ -489,13 +490,13 @@ def _plan_preparation(options: PrepareOptions) -> PreparePlan:
         )
     if validation is None and share:
         validation = output.with_suffix(f".validation{output.suffix}")
-    _check_outputs(options.sources, output, validation, options.overwrite)
     check_limits(options.max_length, share)
     sources = [split_of(path, options.split) for path in options.sources]
     for source in sources:
         table_files(source)  # refuses a missing file before torch is imported
         if source.is_file() and source.suffix not in (".safetensors", ".parquet"):
             next(read_records(source), None)  # and a file that is not JSON
+    _check_outputs(options.sources, output, validation, options.overwrite)
     check_paths(options.target, chat_template=options.chat_template)
     cipher = read_cipher(options.record_key_file) if options.record_key_file else None
     return PreparePlan(sources, validation, share, cipher)

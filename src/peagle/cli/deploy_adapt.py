@@ -93,14 +93,14 @@ class EndpointOptions(TrainingOptions, SourceOptions):
 
 @takes(*pick_flags(PLACE, "region", "upload_to"), *ENGINE)
 @spread
-def adapt(given: Given, options: EndpointOptions) -> None:
+def adapt(given: Given, context: typer.Context, options: EndpointOptions) -> None:
     """Adapt an endpoint's head to the traffic it captured; deploy it if it proves to be better.
 
     This fetches what SageMaker wrote to S3, adapts and tests the head here as `peagle adapt` does,
     and updates the endpoint as `update` does. Run it where the target can be loaded. If the head
     does not pass, the status is 3, and nothing is uploaded or changed.
     """
-    options.check()
+    options.check(context)
     if not 0 < options.max_gib < math.inf:
         raise UserError(f"--max-gib is {options.max_gib:g}; expected a finite number above 0.")
     require_writable_folder(options.work, "--work")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ from peagle.cli.tables import pivot_table, short_share
 from peagle.cli.terminal import bright, printable
 from peagle.cli.vllm import VllmFlags
 from peagle.config import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculativeConfig
+from peagle.config.checks import named_values
 from peagle.errors import UserError
 from peagle.evaluation.certify.options import Options, ServedOptions
 from peagle.evaluation.decoding_methods import DecodingMethod
@@ -71,8 +71,6 @@ A certificate that the output is that of the target alone; status 1 if it is not
 The same of a server, with a second one of the model without drafts:
   peagle eval --certify --endpoint http://one:8000 --reference-endpoint http://two:8000
 """
-
-_NAMED_URL = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,8 +482,11 @@ def _on_server(plan: AcceptancePlan, endpoint: str) -> Subject:
 
 
 def _named_url(endpoint: str) -> tuple[str | None, str]:
-    match = _NAMED_URL.fullmatch(endpoint)
-    return (match["name"], match["url"]) if match else (None, endpoint)
+    if "=" not in endpoint.partition("://")[0]:
+        return None, endpoint
+    example = "vllm=http://127.0.0.1:8000"
+    ((name, url),) = named_values([endpoint], "[NAME=]URL", example, "--endpoint: ").items()
+    return name, url
 
 
 def _server_arms(server: EndpointBackend, name: str, ks: Sequence[int]) -> list[EvalArm]:

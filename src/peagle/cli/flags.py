@@ -6,7 +6,7 @@ parameters of the fields of a dataclass.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -86,6 +86,25 @@ class Flag:
 
 def _dashed(key: str) -> str:
     return "--" + key.rpartition(".")[2].replace("_", "-")
+
+
+def refuse_idle(context: typer.Context, names: Iterable[str], reason: str, remedy: str) -> None:
+    """Refuse options of a command that have no effect, if the user typed one.
+
+    Args:
+        names: the parameters, such as "old_share".
+        reason: the circumstance, such as "without --old".
+
+    Raises:
+        UserError: one was typed.
+    """
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag, value = _dashed(name), context.params[name]
+            raise UserError(
+                f"{flag} is {value}, which has no effect {reason}; {remedy}, or leave {flag} out."
+            )
 
 
 Group = tuple[Flag, ...]
@@ -208,7 +227,8 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(*given: Any, **values: Any) -> None:
-        command(*given, kind(**values))
+        typed = {one.name: values.pop(one.name) for one in fields(kind)}
+        command(*given, **values, **{last.name: kind(**typed)})
 
     own = [
         Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])

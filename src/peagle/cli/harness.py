@@ -29,7 +29,7 @@ from peagle.config import (
 from peagle.config.engine import TARGET_DEFAULTS
 from peagle.config.speculative import AUTO, MAX_BEAM, NEVER
 from peagle.errors import UserError
-from peagle.evaluation.decoding_methods import NGRAM, PLAIN, DecodingMethod
+from peagle.evaluation.decoding_methods import NGRAM, DecodingMethod
 from peagle.evaluation.prompts import Prompt
 from peagle.models.head_json import (
     check_trees,
@@ -160,8 +160,6 @@ def named_methods(
     `ngram` adds prompt lookup.
     """
     named = [DecodingMethod.parse(text) for text in methods]
-    if any(one.name == PLAIN for one in named):
-        raise UserError("Plain decoding drafts nothing to accept; `peagle bench` measures it.")
     target, draft = given.value("target"), given.value("speculative.model")
     if (pair := pair_of(target)) is not None:
         draft = draft or pair

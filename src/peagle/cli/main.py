@@ -24,6 +24,7 @@ from peagle.errors import UserError
 
 INTERRUPTED = 130
 _UNWRITABLE_ERRORS = (errno.EPIPE, *FULL_DISK_ERRORS)
+_WRONG_PATH_ERRORS = (errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 
 # Name and one-line help of each command. The command is the function of that name (_ for -) in the
 # module peagle.cli.NAME, whose EXAMPLES close the help page; a call of the command imports it.
@@ -142,6 +143,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except OSError as error:
+        if error.errno in _WRONG_PATH_ERRORS and error.filename is not None:
+            path = str(error.filename)
+            return _fail(f"{path!r} cannot be used: {error.strerror}. Correct the path.")
         if error.errno not in _UNWRITABLE_ERRORS:
             raise
         # The interpreter flushes standard output again at its end, which must not fail.

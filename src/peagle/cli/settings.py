@@ -18,7 +18,7 @@ from peagle.config import (
     StructuredOutput,
     speculative_keys,
 )
-from peagle.config.checks import did_you_mean, near_names, unique_keys
+from peagle.config.checks import did_you_mean, named_values, near_names, unique_keys
 from peagle.config.speculative import AUTO
 from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
@@ -291,10 +291,7 @@ def read_logit_bias(text: str) -> dict[int, Any]:
 
 def read_pairs(texts: list[str]) -> tuple[tuple[str, str], ...]:
     """Read names with a path each, NAME=PATH."""
-    for text in texts:
-        if not all(text.partition("=")):
-            raise UserError(f"{text!r} is not NAME=PATH; expected one like sql=heads/sql.")
-    return tuple((name, path) for name, _, path in (text.partition("=") for text in texts))
+    return tuple(named_values(texts, "NAME=PATH", "sql=heads/sql").items())
 
 
 def read_temperatures(text: str) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
 """Checks of values that a user gave."""
 
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from peagle.errors import UserError, short_repr
 
 _LONGEST_NAME = 128  # of those that are compared
+_NAMED_VALUE = re.compile(r"([^=:/\s][^=:/]*)=(.+)")  # the name of "http://x?k=v" would be an URL
 
 
 def require(condition: bool, name: str, value: object, expected: str, remedy: str = "") -> None:
@@ -91,6 +93,30 @@ def unique_keys(source: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]
         return found
 
     return unique
+
+
+def named_values(texts: Iterable[str], form: str, example: str, source: str = "") -> dict[str, str]:
+    """Return the values of texts NAME=VALUE by their names.
+
+    Args:
+        form: what is expected, such as "NAME=URL".
+        source: where the texts are from, for errors, such as "--endpoint: ".
+
+    Raises:
+        UserError: a text has another form, or a name comes again.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        match = _NAMED_VALUE.fullmatch(text)
+        if match is None:
+            raise UserError(
+                f"{source}{text!r} is not {form}, with a name without =, : and /; give one like "
+                f"{example}."
+            )
+        if match[1] in found:
+            raise UserError(f"{source}{text!r} gives the name {match[1]!r} again; leave one out.")
+        found[match[1]] = match[2]
+    return found
 
 
 def near_names(name: str, known: Iterable[str], most: int = 1, likeness: float = 0.6) -> list[str]:

@@ -320,7 +320,7 @@ class SpeculativeConfig:
         kept = tuple((name, str(source)) for name, source in pairs)
         for name, source in kept:
             ok = isinstance(name, str) and _NAME.fullmatch(name) is not None
-            require(ok, "corrections", name, "names of 1 to 64 letters, digits, -, _ and .")
+            require(ok, "corrections", name, "names of 1 to 64 letters, digits, ., - and _")
             require(bool(source), "corrections", source, expected)
         names = [name for name, _ in kept]
         require(len(set(names)) == len(names), "corrections", names, "each name once")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.client.answers import AnswerEvent, ForeignAnswer, StreamedAnswer, read_whole
+from peagle.errors import UserError
 
 CALL = "captureData"
 CALL_BEGIN = re.compile(rb'\s*\{\s*"(captureData|eventMetadata|eventVersion)"')
@@ -27,14 +28,22 @@ class UnusableCall(Exception):
 
 
 def captured_files(folder: Path) -> list[Path]:
-    """Return the .jsonl files below a folder, sorted; none if none begins with a call."""
-    files = sorted(folder.rglob("*.jsonl"))
+    """Return the .jsonl files below a folder, sorted; none if none begins with a call.
+
+    Raises:
+        UserError: one cannot be read.
+    """
+    files = sorted(one for one in folder.rglob("*.jsonl") if not one.is_dir())
     return files if any(map(_begins_with_call, files)) else []
 
 
 def _begins_with_call(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return CALL_BEGIN.match(opened.read(64)) is not None
+    try:
+        with file.open("rb") as opened:
+            return CALL_BEGIN.match(opened.read(64)) is not None
+    except OSError as error:
+        reason = f"{str(file)!r} cannot be read: {error.strerror}"
+        raise UserError(f"{reason}. Make it readable, or move it away.") from None
 
 
 def record_of(call: Mapping[str, Any]) -> dict[str, Any]:

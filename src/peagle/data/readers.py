@@ -85,7 +85,8 @@ def table_files(path: Path) -> list[Path]:
     if not path.is_dir():
         if files := _split_files(path):
             return files
-        raise UserError(f"The data file or folder {str(path)!r} is not there.")
+        fault = "is a broken link" if path.is_symlink() else "is not there"
+        raise UserError(f"The data file or folder {str(path)!r} {fault}.")
     splits = _splits(path)
     if len(splits) > 1:
         choices = " or ".join(repr(str(path / split)) for split in splits)

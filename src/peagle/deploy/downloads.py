@@ -10,8 +10,8 @@ from typing import Any
 
 from peagle.deploy.aws import Clients, explain, explained_errors
 from peagle.deploy.models import NOT_UPLOADED, split_uri
-from peagle.deploy.uploads import Progress, Report, amount, objects_under, transfer_config
-from peagle.disk import needing_room
+from peagle.deploy.uploads import Progress, Report, objects_under, transfer_config
+from peagle.disk import needing_room, size_text
 from peagle.errors import UserError
 
 _STAYS = "What was fetched stays: make room, then run the same command again."
@@ -108,7 +108,7 @@ def _fetch(
             except RetriesExceededError as error:
                 raise explain(error.last_exception or error) from None
     kept = f"; {len(names) - len(missing)} were here" if len(missing) < len(names) else ""
-    report(f"fetched {len(missing)} files ({amount(total)}) from {uri}{kept}")
+    report(f"fetched {len(missing)} files ({size_text(total)}) from {uri}{kept}")
 
 
 def _size(path: Path) -> int:

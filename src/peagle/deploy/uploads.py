@@ -12,6 +12,7 @@ from typing import Any
 from peagle.deploy.aws import Clients, call_errors, explain
 from peagle.deploy.deployment import Transfer
 from peagle.deploy.models import folder_files, split_uri
+from peagle.disk import size_text
 from peagle.errors import UserError
 
 MARK = "peagle"
@@ -95,8 +96,9 @@ class Progress:
         now = self._clock.now()
         if now - self._reported >= _PROGRESS_S:
             self._reported = now
-            rate = f"{amount(self._sent / (now - self._start))}/s"
-            self._report(f"{self._what}: {amount(self._sent)} of {amount(self._size)}, {rate}")
+            rate = size_text(self._sent / (now - self._start))
+            sent = f"{size_text(self._sent)} of {size_text(self._size)}"
+            self._report(f"{self._what}: {sent}, {rate}/s")
 
 
 def transfer_config() -> Any:
@@ -127,7 +129,7 @@ def _upload(transfer: Transfer, clients: Clients, report: Report) -> None:
             raise error.__context__ or error from None  # boto3 wraps S3's answer
         except OSError as error:
             raise UserError(f"{str(file)!r} cannot be read: {error.strerror}.") from None
-    report(f"uploaded {len(files)} files ({amount(size)}) to {transfer.uri}")
+    report(f"uploaded {len(files)} files ({size_text(size)}) to {transfer.uri}")
 
 
 def _copy(transfer: Transfer, clients: Clients, report: Report) -> None:
@@ -143,14 +145,6 @@ def _copy(transfer: Transfer, clients: Clients, report: Report) -> None:
         source = {"Bucket": bucket, "Key": key}
         client.copy(source, *to, extra, Config=transfer_config())
     report(f"copied {len(keys)} files from {transfer.source.name} to {transfer.uri}")
-
-
-def amount(count: float) -> str:
-    """Return a number of bytes as people write it."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 # ---- removal --------------------------------------------------------------------------------

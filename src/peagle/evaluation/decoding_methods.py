@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from peagle.config import CandidateTrees, SpeculativeConfig
+from peagle.config.checks import named_values
 from peagle.errors import UserError
 from peagle.model_folder import read_json
 from peagle.models.head_json import is_parallel
@@ -28,20 +29,20 @@ class DecodingMethod:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read "plain", "ngram" (prompt lookup) or "NAME=FOLDER" (a head, or its hub id).
+        """Read "ngram" (prompt lookup) or "NAME=MODEL" (a head's folder or hub id).
 
         Raises:
-            UserError: the text is none of these.
+            UserError: the text is neither.
         """
-        name, equals, source = text.partition("=")
-        if not equals and name in (PLAIN, NGRAM):
-            return cls(name)
-        if equals and name and source and name not in (PLAIN, NGRAM):
-            return cls(name, source)
-        raise UserError(
-            f"The method is {text!r}; expected plain, ngram, or NAME=FOLDER with the folder or hub "
-            "id of a head, like peagle=./head."
-        )
+        if text == NGRAM:
+            return cls(text)
+        option = "--method: "
+        ((name, source),) = named_values(
+            [text], "ngram or NAME=MODEL", "peagle=./head", option
+        ).items()
+        if name in (PLAIN, NGRAM):
+            raise UserError(f"{option}{text!r} calls a head {name!r}; give it another name.")
+        return cls(name, source)
 
     @property
     def is_parallel(self) -> bool:

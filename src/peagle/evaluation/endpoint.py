@@ -70,7 +70,7 @@ class EndpointBackend:
         timeout_s: float = 600.0,
         option: str = "--endpoint",
     ) -> None:
-        self.name = url
+        self.name, self.option = url, option
         self.is_plain = False
         self.notes: list[str] = []
         key = key_from_environment(*KEY_VARIABLES) if api_key is None else api_key
@@ -82,7 +82,9 @@ class EndpointBackend:
         listed = {str(one["id"]): one for one in self._api.models(may_lack_list=True)}
         self.models = list(listed)
         if model is None and not listed:
-            raise UserError(f"{url} lists no models; name the one to ask (--model).")
+            raise UserError(
+                f"{url} lists no models; name the one to ask (--model), or correct {option}."
+            )
         if model is not None and listed and model not in listed:
             raise self._no_model(model)
         self.model = self.models[0] if model is None else model

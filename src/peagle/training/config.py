@@ -563,7 +563,8 @@ class TrainConfig(_Section):
         """
         file = Path(path)
         if not file.is_file():
-            raise UserError(f"The training configuration {str(path)!r} is not there.")
+            found = "is a folder; expected a TOML file" if file.is_dir() else "is not there"
+            raise UserError(f"The training configuration {str(path)!r} {found}.")
         try:
             data = tomllib.loads(file.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -100,6 +100,7 @@ def matrix_features(
     def check_logprobs(case: Case, output: RequestOutput, found: Difference | None) -> str:
         return _logprobs_fault(case, output, found, reference.bound)
 
+    stopped = [_with_stop(case, plain) for case in cases]
     return [
         Feature("one at a time", cases, together=1),
         Feature("batched", cases),
@@ -113,7 +114,8 @@ def matrix_features(
                 speculative={"num_speculative_tokens_per_batch_size": schedule}),
         Feature("penalties", [again(case, **_PENALTIES) for case in cases]),
         Feature("min_tokens", [stopped_late(case) for case in cases]),
-        Feature("stop strings", [_with_stop(case, plain) for case in cases]),
+        Feature("stop strings", stopped,
+                used=lambda *_: any(case.params.stop for case in stopped)),
         Feature("logprobs", check=check_logprobs, cases=[
             replace(case, params=replace(case.params, logprobs=_NUM_TOP)) for case in cases]),
         Feature("grammar", _with_shapes(reference, plain, cases), check=_shape_fault),

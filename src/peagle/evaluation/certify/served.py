@@ -393,6 +393,8 @@ def _stopped_case(
                 f"{answer.prompt.id}: with the stop string {stop!r} it gives {_ending(stopped)}, "
                 f"expected {expected[-20:]!r} and the finish reason 'stop'"
             )
+    if not every:
+        subject.notes.append(f"{condition}: not checked, no answer has text for a stop string")
     return found.case(condition, every)
 
 
@@ -503,6 +505,9 @@ def served_text(certificate: ServedCertificate) -> str:
     ]
     width = max((len(case.condition) for case in certificate.conditions), default=0)
     for case in certificate.conditions:
+        if not case.num_answers:
+            parts[-1].append(f"  {case.condition:<{width}} not checked")
+            continue
         parts[-1].append(
             f"  {case.condition:<{width}} {case.num_answers} answers, {case.num_tokens} tokens, "
             f"{case.num_cached_tokens} of the prompts cached, {case.num_asked_again} asked again, "

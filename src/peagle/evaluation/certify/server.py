@@ -89,7 +89,7 @@ class ScoringServer:
             raise UserError(
                 f"{self.name} answers neither completions ({_words(replies[0])}) nor chat "
                 f"completions ({_words(replies[1])}) of {backend.model!r}; expected one of them. "
-                "Correct --endpoint or --model."
+                f"Correct {backend.option} or --model."
             )
         self._fields = self._accepted_fields(found[0])
         self.num_top, self.routes = self._find_logprobs(found)
@@ -129,7 +129,7 @@ class ScoringServer:
         raise UserError(
             f"{self.name} gives no log-probabilities of {self.backend.model!r} ({said}); expected "
             f"the {_TOPS[-1]} likeliest tokens of each position, which a certificate compares. "
-            "Serve it with them (vLLM: --max-logprobs), or name another --endpoint."
+            f"Serve it with them (vLLM: --max-logprobs), or correct {self.backend.option}."
         )
 
     def _find_echo(self, prompt: ServedPrompt) -> bool:
@@ -174,7 +174,7 @@ class ScoringServer:
             if answer.text and not answer.tokens:
                 raise UserError(
                     f"{self.name} answered {answer.prompt.id} with text and no log-probabilities. "
-                    "Name another --endpoint."
+                    f"Correct {self.backend.option}."
                 )
         return answers
 
@@ -267,7 +267,7 @@ class ScoringServer:
         except ValueError as error:
             raise UserError(
                 f"{self.name} answered {prompt.id} with {str(error)!r}; expected a completion with "
-                "log-probabilities in OpenAI's form. Correct --endpoint."
+                f"log-probabilities in OpenAI's form. Correct {self.backend.option}."
             ) from None
         choice = event.choices[0]
         usage = event.usage or Usage()
