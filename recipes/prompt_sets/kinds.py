@@ -1,4 +1,4 @@
-"""Prompts of one kind, as many as are wanted: traffic to adapt a head to. They need no network."""
+"""Prompts of one kind, as many as are wanted: traffic to adapt a head to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
 from random import Random
@@ -26,10 +26,7 @@ PROBLEMS = (
     "back. How many boxes did the shop sell in the end?",
     "{name} reads {n} pages a day. A book has {total} pages. {name} has read for {half} days. How "
     "many pages are left?",
-    "{name} earns ${p} an hour, works {n} hours a week for {r} weeks, and spends ${half} on the "
-    "bus. How much money is left?",
-    "{n} friends share a bill of ${total} and each leaves a tip of ${r}. How much does each of "
-    "them pay?",
+    "{n} friends share a bill of ${total} and each leaves a tip of ${r}. How much does each pay?",
     "A tank holds {more} litres. {name} pours in {n} buckets of {p} litres. How many litres still "
     "fit into the tank?",
 )
@@ -72,11 +69,7 @@ def code() -> Iterator[str]:
             yield one.text.encode()[: one.prompt_bytes].decode()
 
 
-KINDS: dict[str, Callable[[], Iterator[str]]] = {
-    "forms": forms,
-    "code": code,
-    "arithmetic": arithmetic,
-}
+KINDS = {"forms": forms, "code": code, "arithmetic": arithmetic}
 
 
 def prompts_of(kind: str, number: int) -> list[str]:

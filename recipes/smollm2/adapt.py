@@ -1,8 +1,6 @@
 """Show what `peagle adapt` brings on traffic of one kind, on one GPU and without a network.
 
     python recipes/smollm2/adapt.py --target build/smollm2/target --kind forms
-    python recipes/smollm2/adapt.py --target bundled --draft bundled --kind code \\
-        --prompts 110 --old-prompts 110 --max-tokens 32 --steps 10 --output build/trial
 
 The target's greedy answers are recorded as `peagle serve --record` does. `peagle adapt` fits the
 correction on them and, in another run, trains the head; old data are answers to prompts that the
@@ -57,7 +55,7 @@ def record(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 class Steps:
     """The steps, in OUTPUT/KIND."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Any) -> None:
         self.args, self.folder = args, (args.output / args.kind).resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
 

