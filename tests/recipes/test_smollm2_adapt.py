@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ def recipe() -> Any:
     spec = importlib.util.spec_from_file_location("smollm2_adapt", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])  # other recipes have scripts of the same names
+        spec.loader.exec_module(module)
     return module
 
 
