@@ -19,6 +19,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from hashlib import sha256
 from multiprocessing import Pool
 from pathlib import Path
@@ -332,13 +333,14 @@ def manifest(args, sources, entries, split, dropped) -> dict:
 
 
 def one_line_each(manifest: dict[str, Any]) -> str:
-    """Return the manifest as JSON with a line for each package."""
+    """Return the manifest as JSON with a line for each package, without spaces."""
+    dumps = partial(json.dumps, separators=(",", ":"))
     lines = []
     for key, value in manifest.items():
-        text = json.dumps(value)
+        text = dumps(value)
         if key in ("packages", "refused"):
-            text = "[\n" + ",\n".join(f"  {json.dumps(one)}" for one in value) + "\n ]"
-        lines.append(f' "{key}": {text}')
+            text = "[\n" + ",\n".join(map(dumps, value)) + "\n]"
+        lines.append(f'"{key}":{text}')
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
