@@ -4,8 +4,7 @@ With few rows a product costs what reading its weight costs. The kernel therefor
 bytes of the weight in flight as it can, in all multiprocessors.
 
 The rules of `choose_config` are of an H100 in bfloat16 at the shapes of Qwen3-8B and its drafter,
-which `benchmarks/kernels/bench_skinny_linear.py` times. Other shapes get the configuration of the
-nearest timed shape.
+found by timing many. Other shapes get the configuration of the nearest of these.
 
 Shapes: M rows of x, N outputs, K inputs; I is half of N where gate and up stand in one weight.
 """
