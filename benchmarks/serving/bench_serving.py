@@ -15,10 +15,12 @@ slow      a client that reads slowly and 1,000 idle connections, beside 8 normal
 latency   time to the first token at idle and under Poisson arrivals, speculation on and off
 fuzz      10,000 broken bodies: an answer each, never a 5xx
 swaps     swaps of the head under load: no request lost, no output changed, few tokens late
+recording    what recording adds to a step at 64 streams
+corrections  what corrections chosen by request add to a step of the engine
 abuse     one client attacks in 28 ways: others stream on, probes are answered, memory returns
 
-Runs on the bundled pair, `swaps` on any. Prints one line, RESULT and a JSON object; status 1 if a
-bound is missed.
+Runs on the bundled pair; swaps, recording and corrections on any. Prints one line, RESULT and a
+JSON object, some a table before it; status 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ import sys
 
 from script import check_positive, run_guarded
 
+from peagle.engine.placement import resolve_device
 from peagle.environment import environment
 
 EXPERIMENTS = (
     *("soak", "overhead", "cancel", "kill", "hang", "drain", "slow", "latency", "fuzz", "abuse"),
-    "swaps",
+    *("swaps", "recording", "corrections"),
 )
 
 
@@ -46,7 +49,10 @@ def main() -> int:
     commands = parser.add_subparsers(dest="experiment", required=True)
     modules = {name: importlib.import_module(name) for name in EXPERIMENTS}
     for name, module in modules.items():
-        options = commands.add_parser(name, help=(module.__doc__ or "").partition("\n")[0])
+        raw, text = argparse.RawDescriptionHelpFormatter, module.__doc__ or ""
+        options = commands.add_parser(
+            name, help=text.partition("\n")[0], description=text, formatter_class=raw
+        )
         options.add_argument("--threads", type=int, default=1, help="CPU threads of an engine (1)")
         module.add_options(options)
     args = parser.parse_args()
@@ -58,7 +64,7 @@ def main() -> int:
         "missed": missed,
         **figures,
         "command": " ".join(["python", *sys.argv]),
-        "environment": environment(),
+        "environment": environment(resolve_device("auto")),
     }
     print("RESULT", json.dumps(result), flush=True)
     return 1 if missed else 0

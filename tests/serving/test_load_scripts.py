@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from peagle.errors import UserError
 from peagle.serving.config import ServerConfig
@@ -287,6 +288,80 @@ def test_swaps_must_lose_change_and_delay_nothing(scripts: Scripts, load: Any) -
         ([timed("a", 0.0, 0.1, 0.4)], "rose from 100.0 to 300.0"),
     ):
         assert text in "; ".join(judge(quiet, busy, 2.0)[1])
+
+
+def test_sides_take_turns_and_what_they_add_is_a_share_of_a_step(
+    scripts: Scripts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = scripts["script"]
+    assert [*script.take_turns("ab", 2)] == [*"abbaab"]
+    rows = {
+        "zero": [{"step_ms": step, "host_ms": 1.0} for step in (99, 10, 20, 40)],
+        "more": [{"step_ms": step, "host_ms": 2.0} for step in (99, 11, 20, 50)],
+    }
+    over = {"zero": None, "more": "zero"}
+    found, missed = script.compare(rows, over, "more", 0.1)
+    assert missed == [] and found["sides"]["zero"]["step_ms"] == [20, 10, 40]
+    added = {"step_ms": [0.1, 0, 0.25], "host_ms": [0.05, 0.025, 0.1]}
+    assert found["added"] == {"more": added}, "without the round that warms up"
+    assert "over zero: +10.00% (+0.00% to +25.00%)" in capsys.readouterr().out
+    assert script.compare(rows, over, "more", 0.09)[1] == [
+        "`more` adds 10.00% to a step; bound 9.00%"
+    ]
+
+
+def test_recording_is_measured_where_all_is_recorded(
+    scripts: Scripts, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Server:
+        """In the place of `Served`: each answer is two steps."""
+
+        def __init__(self, *options: str, threads: int) -> None:
+            self.client, self.records, self.steps, self.recorded = self, "--record" in options, 0, 0
+
+        async def __aenter__(self) -> Server:
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def wait_idle(self, timeout_s: float) -> None: ...
+
+        async def complete(self, text: str, **fields: Any) -> Any:
+            self.steps += 2
+            self.recorded += self.records and fields.get("store", True)
+            return whole(load)
+
+        async def metrics(self) -> dict[str, float]:
+            counts = {"recorded_answers_total": self.recorded, "unrecorded_answers_total": lost}
+            return {"decode_steps_total": self.steps, **counts}
+
+        def cpu_s(self) -> dict[str, float]:
+            return {"frontend": 0.002 * self.steps, "engines": 0.01 * self.steps}
+
+    recording, lost = scripts["recording"], 0
+    monkeypatch.setattr(recording, "Served", Server)
+    models = {"target": "x", "draft": "x", "threads": 1, "bound": 1e9}
+    args = Namespace(streams=2, requests=3, tokens=4, repeats=2, **models)
+    figures, _ = recording.run(args)
+    assert figures["sides"].keys() == recording.SIDES.keys()
+    assert figures["sides"]["on"]["frontend_ms"] == pytest.approx([2, 2, 2])
+    assert figures["added"].keys() == {"again", "off", "on"}
+    lost = 1
+    with pytest.raises(
+        scripts["served"].ServerError, match=r"\[9, 1\] answers .* expected \[9, 0\]"
+    ):
+        recording.run(args)
+
+
+def test_corrections_chosen_by_request_are_measured(scripts: Scripts) -> None:
+    wait = torch.cuda.Event.synchronize
+    models = {"target": "bundled", "draft": "bundled", "threads": 1, "bound": 1e9}
+    sizes = {"sequences": 2, "k": 3, "nodes": None, "context": 4, "steps": 2, "repeats": 1}
+    figures, missed = scripts["corrections"].run(Namespace(**models, **sizes))
+    assert missed == [] and figures["added"].keys() == {"again", "alike", "mixed"}
+    for times in figures["sides"].values():
+        assert 0 < times["device_ms"][0] < 1.5 * times["step_ms"][0]
+    assert torch.cuda.Event.synchronize is wait
 
 
 def test_arrivals_do_not_wait_for_answers(scripts: Scripts, load: Any) -> None:
