@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # Triton reads it when it is imported, and transformers imports it: kernels then run on a CPU.
@@ -36,15 +36,8 @@ from tests.triton_interpreter import lighten
 
 lighten()
 
-# How long an example takes says something of the machine's load, nothing of the code. To explain a
-# failure Hypothesis traces every example, and Python 3.11 may stay in a traced call for ever if
-# other threads wait (a flag that asks for the interpreter's lock is set again after it is read).
-settings.register_profile(
-    "peagle",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    phases=[phase for phase in Phase if phase is not Phase.explain],
-)
+# How long an example takes says something of the machine's load, nothing of the code.
+settings.register_profile("peagle", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("peagle")
 
 # Shells start background jobs with interrupts ignored, and children inherit that.

@@ -230,6 +230,7 @@ class _TimeLimit:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._thread: int | None = None
+        self._is_raised = False
         self._started = 0.0
 
     def run(self, call: Callable[[], T]) -> T:
@@ -239,6 +240,9 @@ class _TimeLimit:
                 self._started = time.monotonic()
                 self._thread = threading.get_ident()
                 return call()
+            except _OutOfTime:
+                self._is_raised = False  # it has arrived
+                raise
             finally:
                 self.end()
         except _OutOfTime:
@@ -250,9 +254,11 @@ class _TimeLimit:
     def end(self) -> None:
         """Stop limiting: no exception is raised in the thread of `run` after this."""
         with self._lock:
-            if self._thread is not None:
+            # Taking back what was never raised leaves Python 3.11 with a flag that slows it down,
+            # and on which a traced call waits for ever.
+            if self._thread is not None and self._is_raised:
                 _raise_in(self._thread, None)
-                self._thread = None
+            self._thread = None
 
     async def watch(self, running: asyncio.Future[Any]) -> None:
         """Raise in the thread once the time is up, while `running` is not done."""
@@ -261,6 +267,7 @@ class _TimeLimit:
             with self._lock:
                 if self._thread is not None and time.monotonic() - self._started > self._seconds:
                     _raise_in(self._thread, _OutOfTime)
+                    self._is_raised = True
                     return
 
 
