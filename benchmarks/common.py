@@ -101,6 +101,17 @@ def acceptance_rates(acceptance_length: float, k: int) -> list[float]:
     return [low**i for i in range(1, k + 1)]
 
 
+def concurrencies(text: str) -> list[int]:
+    """Read --conc, numbers of sequences that run together."""
+    try:
+        found = [int(one) for one in text.split(",")]
+    except ValueError:
+        raise UserError(f"--conc is {text!r}; expected numbers, like 1,4,16.") from None
+    if min(found) < 1:
+        raise UserError(f"--conc is {found}; expected numbers of at least 1.")
+    return found
+
+
 def start(args: argparse.Namespace) -> TargetModel:
     """Set the threads and load the target."""
     quiet_libraries()

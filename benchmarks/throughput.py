@@ -34,7 +34,7 @@ from typing import Any, get_args  # noqa: E402
 
 import torch  # noqa: E402
 from checkpoints import write_checkpoint  # noqa: E402
-from common import acceptance_rates, run_guarded  # noqa: E402
+from common import acceptance_rates, concurrencies, run_guarded  # noqa: E402
 from shapes import SHAPES, make_head, make_target  # noqa: E402
 
 from peagle import LLM, SamplingParams  # noqa: E402
@@ -129,10 +129,7 @@ def _arguments() -> argparse.Namespace:
         "--profile", type=Path, help="write a table of the kernels of 8 steps here"
     )
     args = options.parse_args()
-    try:
-        args.conc = [int(c) for c in args.conc.split(",")]
-    except ValueError:
-        raise UserError(f"--conc is {args.conc!r}; expected numbers, like 1,4,16.") from None
+    args.conc = concurrencies(args.conc)
     _check(args)
     args.shares = read_mix(args.mix) if args.mix else []
     return args
@@ -140,8 +137,6 @@ def _arguments() -> argparse.Namespace:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse what would end a run in the middle, or measure something else than it says."""
-    if min(args.conc) < 1:
-        raise UserError(f"--conc is {args.conc}; expected numbers of at least 1.")
     for name in ("prompt", "out", "repeats"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} is {getattr(args, name)}; expected at least 1.")

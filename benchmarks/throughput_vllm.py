@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from common import acceptance_rates, run_guarded
+from common import acceptance_rates, concurrencies, run_guarded
 
 from peagle.errors import UserError
 
@@ -64,10 +64,7 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--count", action="store_true", help="count tokens and experts instead")
     options.add_argument("--wait", type=Path, help="measure once this file is there")
     args = options.parse_args()
-    try:
-        args.conc = [int(c) for c in args.conc.split(",")]
-    except ValueError:
-        raise UserError(f"--conc is {args.conc!r}; expected numbers, like 1,16,64.") from None
+    args.conc = concurrencies(args.conc)
     args.head = args.head or args.checkpoint.with_name(f"{args.checkpoint.name}-{args.method}")
     for folder in (args.checkpoint, *([args.head] if args.method != "none" else [])):
         if not (folder / "config.json").is_file():
@@ -81,10 +78,10 @@ def build(args: argparse.Namespace) -> Any:
     """The offline engine of vLLM; its graphs are those of the concurrencies asked for."""
     from vllm import LLM
 
-    options: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": args.conc}}
+    rows = 1 if args.method == "none" else args.k + 1
+    sizes = [c * rows for c in args.conc]
+    options: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
     if args.method != "none":
-        sizes = [c * (args.k + 1) for c in args.conc]
-        options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         options["speculative_config"] = {
             "method": "eagle3",
             "model": str(args.head),
