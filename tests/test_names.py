@@ -19,8 +19,6 @@ SHARED = {
     "choose_config": {
         "kernels/attention/paged_attention.py",
         "kernels/linear/experts.py",
-        "kernels/linear/fp8_experts.py",
-        "kernels/linear/fp8_linear.py",
         "kernels/linear/skinny_linear.py",
     },
     # A command, which has the name of its function, and what it runs.

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from fp8_products import Fp8Weight, configs, fits, reference
+from fp8_products import Fp8Weight, reference
 from shapes import Shape, make_config, make_head_config, random_fp8
 from torch import Tensor, nn
 
@@ -35,13 +35,7 @@ from peagle.kernels.launch import DeviceLimits
 from peagle.kernels.linear import experts as grouped
 from peagle.kernels.linear.experts import ExpertWeights, Gate
 from peagle.kernels.linear.fp8_activations import BLOCK, QuantisedRows, quantise
-from peagle.kernels.linear.fp8_experts import experts_product, fits_fp8
-from peagle.kernels.linear.fp8_linear import (
-    Fp8Config,
-    library_obstacle,
-    library_product,
-    triton_product,
-)
+from peagle.kernels.linear.fp8_linear import fits_fp8, fp8_obstacle, fp8_product, numbers_of
 from peagle.kernels.linear.packed_weights import PackedWeight, make_fp8
 from peagle.kernels.linear.router import route
 from peagle.models.drafter import DrafterMLP
@@ -204,22 +198,15 @@ class Fp8Linear(Linear):
         return [PackedLinear(weight) for weight in self.packed]
 
     def candidates(self, tokens: int) -> tuple[list[Candidate], dict[str, str]]:
-        if reason := misfit(self.n, self.k):
-            return [], {"triton": reason, "scaled_mm": reason}
-        device = self.setting.device
+        if reason := misfit(self.n, self.k) or fp8_obstacle(self.setting.device):
+            return [], {"scaled_mm": reason}
         x = self.setting.random(tokens, self.k)
         rows = quantise(x)
         expected = cache(partial(reference, rows, self.weight.expert(0)))
-        found = [quantising(x)]
-        for config in chosen_configs(tokens, 1, self.n, self.k, device):
-            calls: list[Call] = [
-                partial(triton_product, rows, weight, config=config) for weight in self.packed
-            ]
-            found.append(Candidate(f"triton {config.label}", calls, expected))
-        if reason := library_obstacle(device):
-            return found, {"scaled_mm": reason}
-        calls = [partial(library_product, rows, weight) for weight in self.packed]
-        return [*found, Candidate("scaled_mm", calls, expected)], {}
+        calls: list[Call] = [
+            partial(fp8_product, rows, numbers_of(weight), weight.scale) for weight in self.packed
+        ]
+        return [quantising(x), Candidate("scaled_mm", calls, expected)], {}
 
 
 def fp8_bytes(n: int, k: int) -> int:
@@ -231,14 +218,6 @@ def misfit(*sizes: int) -> str | None:
     """Return why sizes do not suit the candidates."""
     odd = [size for size in sizes if size % BLOCK]
     return f"{odd[0]} is no multiple of {BLOCK}" if odd else None
-
-
-def chosen_configs(
-    rows: float, touched: float, n: int, k: int, device: torch.device
-) -> list[Fp8Config]:
-    """Return the cuts to try that go into shared memory."""
-    tried = configs(rows, touched, n, k, DeviceLimits.of(device).num_sms)
-    return [config for config in tried if fits(config, device)]
 
 
 class HeadMLP(Layer):
@@ -490,37 +469,33 @@ class ExpertProduct(Layer):
         ]
 
     def candidates(self, tokens: int) -> tuple[list[Candidate], dict[str, str]]:
-        no_library = {"scaled_grouped_mm": "has scales of rows and MX formats, none of 128 x 128"}
-        if reason := misfit(self.n, self.k, self.outputs):
-            return [], no_library | {"triton": reason}
         x = self.rows(tokens)
-        rows = quantise(x)
-        found = [quantising(x)]
-        assignments, touched = tokens * self.problem.chosen, self.problem.num_touched(tokens)
+        reasons = {"scaled_grouped_mm": "has scales of rows and MX formats, none of 128 x 128"}
+        reason = misfit(self.n, self.k, self.outputs)
+        if not (reason or grouped.can_use_registers(x, self.packed)):
+            reason = "needs a card of compute capability 9.0"
+        if reason:
+            return [], reasons | {"gluon": reason}
+        rows, config = quantise(x), grouped.FP8_CONFIG
         routings = self.problem.routings(tokens)
-        index_S = routings[0].view(-1)
         expected = cache(
             partial(
-                *(reference, rows, self.weight, index_S),
+                *(reference, rows, self.weight, routings[0].view(-1)),
                 has_gate=self.is_up,
                 chosen=self.shared_by,
             )
         )
-        per_expert = assignments / touched
-        for config in chosen_configs(per_expert, touched, self.n, self.k, self.setting.device):
-            config = replace(config, split_k=1)
-            calls: list[Call] = [
-                partial(
-                    *(experts_product, rows, self.packed, self.problem.plan(index, config.block_m)),
-                    num_assignments=assignments,
-                    has_gate=self.is_up,
-                    chosen=self.shared_by,
-                    config=config,
-                )
-                for index in routings
-            ]
-            found.append(Candidate(f"triton {config.label}", calls, expected))
-        return found, no_library
+        calls: list[Call] = [
+            partial(
+                *(grouped.grouped_product, rows, self.packed, None, self.gate),
+                index_S=index.view(-1),
+                plan=self.problem.plan(index, config.block_m),
+                chosen=self.shared_by,
+                config=config,
+            )
+            for index in routings
+        ]
+        return [quantising(x), Candidate("gluon", calls, expected)], reasons
 
 
 class ExpertPlan(Layer):
@@ -601,9 +576,9 @@ class WholeExperts(Layer):
         if not (fits_fp8(packed.gate_up) and fits_fp8(packed.down)):
             return [], {name: f"{BLOCK} divides not all sizes"}
         experts = replace(packed, fp8_activations=True)
-        if not grouped.uses_fp8(experts, tokens * self.problem.chosen):
-            return [], {name: "too few tokens"}
         x, weight = self.inputs(tokens)
+        if not grouped.uses_fp8(x, experts, weight.numel()):
+            return [], {name: "too few tokens"}
         index = self.problem.routings(tokens)[0]
         expected = partial(grouped.run_experts_reference, x.float(), index, weight.float(), packed)
         return [Candidate(name, self.calls_with(x, weight, experts), expected, 2**-3)], {}

@@ -1,7 +1,6 @@
 """Compile kernels for cards without a card, and print what each needs, as JSON.
 
-The compute capability is 9.0; of attention over 8-bit caches also 8.0, which converts by bits,
-and of FP8 products 8.9.
+The compute capability is 9.0; of attention over 8-bit caches also 8.0, which converts by bits.
 
 Run it in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_for_card`.
 """
@@ -35,9 +34,7 @@ from peagle.kernels.linear import (
     packed_gluon,
     packed_weights_triton,
 )
-from peagle.kernels.linear.experts import GroupedConfig, max_registers
-from peagle.kernels.linear.fp8_experts import choose_config as choose_fp8_experts
-from peagle.kernels.linear.fp8_linear import choose_config as choose_fp8
+from peagle.kernels.linear.experts import FP8_CONFIG, GroupedConfig, max_registers
 from peagle.kernels.linear.packed_weights import FORMATS
 from peagle.kernels.sampling import (
     draw_triton,
@@ -56,7 +53,7 @@ from peagle.kernels.trees import (
 )
 from peagle.kernels.trees.copies import MAX_COPIED, MAX_MATCH, NO_COPY, NUM_LENGTHS
 
-SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DATA = {"plain": "*bf16", "fp8": "*u8", "int8": "*i8", "int4": "*u8", "mxfp4": "*u8"}
 SCALE_K = {"fp8": 128, "int4": 128, "mxfp4": 32}
 
@@ -64,8 +61,10 @@ SCALE_K = {"fp8": 128, "int4": 128, "mxfp4": 32}
 IN_REGISTERS = {
     "registers m8": GroupedConfig(8, 32, 128, 1, 2, 3, kind="registers"),
     "registers m16": GroupedConfig(16, 64, 128, 1, 4, 3, kind="registers"),
+    "warpgroup m16": GroupedConfig(16, 32, 128, 1, 4, 4, kind="warpgroup"),
     "warpgroup m32": GroupedConfig(32, 32, 128, 1, 4, 3, kind="warpgroup"),
     "warpgroup m64": GroupedConfig(64, 32, 128, 1, 4, 3, kind="warpgroup"),
+    "warpgroup m64 n64": GroupedConfig(64, 64, 128, 1, 8, 2, kind="warpgroup"),
     "warpgroup m128": GroupedConfig(128, 64, 128, 1, 8, 3, kind="warpgroup"),
 }
 
@@ -97,16 +96,16 @@ def grouped(format: str, gate: int, mode: int, *, wx: bool) -> dict[str, Any]:
 
 
 def in_registers(
-    format: str, scale_k: int, gate: int, mode: int, config: GroupedConfig
+    format: str, scale_k: int, gate: int, mode: int, config: GroupedConfig, *, in_fp8: bool = False
 ) -> dict[str, Any]:
-    """`packed_kernel`; `scale_k` is 0 where all inputs share a scale."""
+    """`packed_kernel`; `scale_k` is 0 where all inputs share a scale, `in_fp8` is of x."""
     constants = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "SPLIT_K": 2 if mode == 1 else 1,
         "GATE": gate,
-        "HAS_BIAS": True,
-        "EVEN_N": False,
+        "HAS_BIAS": not in_fp8,
+        "EVEN_N": in_fp8,
         "MODE": mode,
         "STAGES": config.num_stages,
         "FORMAT": FORMATS.index(format),
@@ -115,15 +114,21 @@ def in_registers(
         "WGMMA": config.kind == "warpgroup",
     }
     has_parts = format == "fp8" and scale_k > 0
-    options = {"num_warps": config.num_warps, "maxnreg": max_registers(config, has_parts)}
-    kernel = packed_gluon.packed_kernel
-    return compile_grouped(kernel, GluonASTSource, format, constants, options)
+    most = max_registers(config, has_parts, in_fp8=in_fp8)
+    options = {"num_warps": config.num_warps, "maxnreg": most}
+    kernel, x_type = packed_gluon.packed_kernel, "*fp8e4nv" if in_fp8 else "*bf16"
+    return compile_grouped(kernel, GluonASTSource, format, constants, options, x_type)
 
 
 def compile_grouped(
-    kernel: Any, source: Any, format: str, constants: dict[str, Any], options: dict[str, int]
+    kernel: Any,
+    source: Any,
+    format: str,
+    constants: dict[str, Any],
+    options: dict[str, int],
+    x_type: str = "*bf16",
 ) -> dict[str, Any]:
-    pointers = dict.fromkeys(("out_ptr", "x_ptr", "bias_ptr"), "*bf16")
+    pointers = {"out_ptr": "*bf16", "bias_ptr": "*bf16", "x_ptr": x_type, "x_scale_ptr": "*fp32"}
     pointers |= dict.fromkeys(("order_ptr", "tiles_ptr", "arrivals_ptr"), "*i32")
     pointers["partial_ptr"] = "*fp32"
     pointers |= {"index_ptr": "*i64", "data_ptr": DATA[format], "alpha": "fp32", "limit": "fp32"}
@@ -242,16 +247,7 @@ def compile_kernel(
         "mma": "mma" in ptx,
         "wgmma": "wgmma.mma" in ptx,
         "stack": stack_bytes(compiled.asm["cubin"]),
-        "whole_words": has_whole_words(compiled.asm["ttgir"]),
     }
-
-
-def has_whole_words(text: str) -> bool:
-    """Whether assembly on bytes has four neighbours of a row in each register."""
-    layouts = re.findall(r"elementwise_inline_asm.* -> tensor<\d+x\d+xi8, (.*?)> loc", text)
-    whole = r"sizePerThread = \[1, (4|8|16)\]|register = \[\[0, 1\], \[0, 2\]|kWidth = 4"
-    named = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
-    return all(re.search(whole, named.get(layout, layout)) for layout in layouts)
 
 
 def stack_bytes(cubin: bytes) -> int:
@@ -305,7 +301,7 @@ def plans() -> dict[str, dict[str, Any]]:
 
 
 def fp8() -> dict[str, dict[str, Any]]:
-    """Quantising of activations, and FP8 products of few and many rows."""
+    """Quantising of activations, and numbers out of tiles."""
     types = {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16"}
     constants: dict[str, Any] = {"ROWS": 4, "LARGEST": 448.0}
     kernel, options = fp8_linear_triton.quantise_kernel, {"num_warps": 4}
@@ -315,52 +311,16 @@ def fp8() -> dict[str, dict[str, Any]]:
     types = dict.fromkeys(("out_ptr", "w_ptr"), "*i32")
     kernel = fp8_linear_triton.numbers_kernel
     found["numbers"] = compile_kernel(kernel, ASTSource, types, {"ROWS": 16}, options, ())
-    types = dict.fromkeys(("x_scale_ptr", "w_scale_ptr", "partial_ptr"), "*fp32")
-    types |= {"x_ptr": "*fp8e4nv", "w_ptr": "*u8", "arrivals_ptr": "*i32"}
-    types |= dict.fromkeys(("out_ptr", "bias_ptr"), "*bf16")
-    for capability in (89, 90):
-        for rows in (16, 32, 128, 512):
-            config = choose_fp8(rows, 4096, 4096, DeviceLimits(132, SHARED_BYTES[capability]))
-            constants = {
-                "BLOCK_M": config.block_m,
-                "BLOCK_N": config.block_n,
-                "SPLIT_K": config.split_k,
-                "STAGES": config.num_stages,
-                "HAS_BIAS": rows == 16,
-                "ASM": True,
-                "WX": config.wx,
-            }
-            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-            found[f"{capability} {rows}"] = compile_kernel(
-                *(fp8_linear_triton.linear_kernel, ASTSource, types, constants, options),
-                ("num_rows",),
-                capability,
-            )
     return found
 
 
 def fp8_of_experts() -> dict[str, dict[str, Any]]:
-    """FP8 products of experts."""
+    """Products of experts with FP8 activations, in the engine's tiles and in others."""
     found = {}
-    types = dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32")
-    types |= {"x_ptr": "*fp8e4nv", "w_ptr": "*u8", "out_ptr": "*bf16"}
-    types |= dict.fromkeys(("order_ptr", "tiles_ptr"), "*i32")
-    loose = ("max_tiles", "chosen")
-    for capability, rows, has_gate in product((89, 90), (32, 512), (True, False)):
-        config = choose_fp8_experts(rows * 128, 128, DeviceLimits(132, SHARED_BYTES[capability]))
-        constants: dict[str, Any] = {
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "STAGES": config.num_stages,
-            "HAS_GATE": has_gate,
-            "ASM": True,
-            "WX": config.wx,
-        }
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        kernel = fp8_linear_triton.experts_kernel
-        found[f"{capability} {rows} {has_gate}"] = compile_kernel(
-            kernel, ASTSource, types, constants, options, loose, capability
-        )
+    for config in (FP8_CONFIG, IN_REGISTERS["warpgroup m128"]):
+        for gate, mode in ((1, 2), (0, 2)):
+            needs = in_registers("fp8", 128, gate, mode, config, in_fp8=True)
+            found[f"m{config.block_m} {gate}"] = needs
     return found
 
 

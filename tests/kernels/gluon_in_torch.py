@@ -46,7 +46,7 @@ class Shared:
     """A tensor in shared memory."""
 
     def __init__(self, values: Tensor) -> None:
-        self.values = values
+        self.values, self.shape = values, values.shape
 
     def index(self, i: int) -> Shared:
         return Shared(self.values[i])
@@ -64,8 +64,10 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
         place, mask = torch.broadcast_tensors(place, mask)
         place = torch.where(mask, place, 0)
     assert bool((place >= 0).all()) and bool((place < pointer.memory.numel()).all())
-    values = pointer.memory[place]
-    return values if mask is None else torch.where(mask, values, other)
+    is_byte = pointer.memory.itemsize == 1  # torch moves FP8 as bytes alone
+    memory = pointer.memory.view(torch.uint8) if is_byte else pointer.memory
+    values = memory[place] if mask is None else torch.where(mask, memory[place], other)
+    return values.view(pointer.memory.dtype) if is_byte else values
 
 
 def store(pointer: Pointer, values: Any, mask: Any = None) -> None:
@@ -76,9 +78,14 @@ def store(pointer: Pointer, values: Any, mask: Any = None) -> None:
     pointer.memory[place[chosen]] = values[chosen]
 
 
-def assembly(text: str, results: str, inputs: list[Tensor], types_: Any, *_: Any) -> list[Tensor]:
-    """Run instructions on words of 32 bits; results are halves of them, in bfloat16."""
+def assembly(text: str, results: str, inputs: list[Tensor], types_: Any, *_: Any) -> Any:
+    """Run instructions on words of 32 bits; results are halves of them, in bfloat16, or of bytes
+    the bytes of one word.
+    """
     count = results.count("=h")
+    if not count:
+        words = run_assembly(text, {"$1": inputs[0].contiguous().view(torch.int32)})["$0"]
+        return words.to(torch.int32).view(torch.uint8)
     registers = run_assembly(text, {f"${count + i}": value for i, value in enumerate(inputs)})
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
     return [registers[f"${i}"].to(torch.bfloat16).expand(shape) for i in range(count)]
@@ -171,9 +178,12 @@ def language(grid: SimpleNamespace) -> Any:
         "NVMMADistributedLayout",
         "NVMMASharedLayout",
         "SliceLayout",
+        "SwizzledSharedLayout",
     )
     return SimpleNamespace(
         **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "bfloat16")},
+        uint8=torch.uint8,
+        float8e4nv=torch.float8_e4m3fn,
         **dict.fromkeys((*layouts, "barrier"), nothing),
         constexpr=lambda value: value,
         pointer_type=lambda dtype: dtype,
@@ -223,6 +233,7 @@ def launcher_of(name: str, kernel: str) -> Callable[..., None]:
     found = find_spec(name)
     assert found is not None and found.origin is not None
     source = Path(found.origin).read_text().replace("out.type.layout", "None")
+    source = source.replace(".to(gl.float8e4nv, bitcast=True)", ".view(gl.float8e4nv)")
     module: dict[str, Any] = {"range": lambda *ends: range(*map(int, ends)), "__name__": name}
     with patch.dict(sys.modules, modules):
         exec(compile(source, found.origin, "exec"), module)

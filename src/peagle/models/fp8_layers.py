@@ -15,19 +15,15 @@ import torch
 from torch import nn
 
 from peagle.kernels.linear.fp8_activations import BLOCK
+from peagle.kernels.linear.fp8_linear import fp8_obstacle
 from peagle.models.packed_layers import PackedLinear, find_gate
 from peagle.models.quantization import StoredLinear
-
-_CAPABILITY = (8, 9)  # from which on the matrix unit multiplies FP8
 
 
 def device_obstacle(device: torch.device) -> str | None:
     """Return why no layer on a device can multiply FP8 activations; None: layers can."""
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= _CAPABILITY:
-            return None
-        return f"the card has compute capability {capability[0]}.{capability[1]}, below 8.9"
+        return fp8_obstacle(device)
     return None if os.environ.get("TRITON_INTERPRET") == "1" else "the device is no GPU"
 
 
@@ -66,6 +62,7 @@ def experts_obstacle(module: Any, parts: Iterable[StoredLinear | None]) -> str |
 
 def multiplies_fp8(module: nn.Module) -> bool:
     """Return whether a layer multiplies FP8 activations."""
+    if isinstance(module, PackedLinear):
+        return module.numbers is not None
     experts = getattr(module, "expert_weights", None)
-    layer = module if isinstance(module, PackedLinear) else experts
-    return layer is not None and layer.fp8_activations
+    return experts is not None and experts.fp8_activations

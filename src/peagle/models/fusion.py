@@ -303,7 +303,7 @@ def _kind(linear: nn.Linear | PackedLinear) -> tuple[Any, ...]:
     packed = linear.packed
     inputs = packed.block[1] if packed.scale is not None else 0
     kind = (packed.format, packed.data.device, inputs, packed.zero is None)
-    return (linear.in_features, *kind, linear.fp8_activations)
+    return (linear.in_features, *kind, linear.numbers is None)
 
 
 def _groups(layers: Sequence[nn.Module]) -> Iterator[_Group]:

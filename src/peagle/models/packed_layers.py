@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from peagle.kernels.linear.experts import Activation, ExpertWeights, Gate, run_experts
-from peagle.kernels.linear.fp8_linear import fits_fp8
+from peagle.kernels.linear.fp8_activations import FP8
 from peagle.kernels.linear.packed_linear import packed_linear
 from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.models.comparison import relative_difference
@@ -32,12 +32,13 @@ class PackedLinear(nn.Module):
         packed: the weight, [N, K].
         bias: [N] or None.
         input_order: the input that each column of the weight multiplies; None: in order.
-        fp8_activations: x is rounded to FP8 where it has many rows (`packed_linear`).
+        numbers: `fp8_linear.numbers_of` the weight, if x is rounded to FP8 where it has many rows.
     """
 
     packed: PackedWeight
     bias: Tensor | None
     input_order: Tensor | None
+    numbers: Tensor | None
 
     def __init__(
         self,
@@ -45,15 +46,14 @@ class PackedLinear(nn.Module):
         bias: Tensor | None = None,
         input_order: Tensor | None = None,
         *,
-        fp8_activations: bool = False,
+        numbers: Tensor | None = None,
     ) -> None:
         super().__init__()
-        assert fits_fp8(packed) or not fp8_activations
-        self.fp8_activations = fp8_activations
         self.out_features, self.in_features = packed.num_outputs, packed.num_inputs
         _hold(self, "packed", packed)
         self.register_buffer("bias", bias, persistent=False)
         self.register_buffer("input_order", input_order, persistent=False)
+        self.register_buffer("numbers", numbers, persistent=False)
 
     @staticmethod
     def concatenate(linears: Sequence[PackedLinear]) -> PackedLinear:
@@ -63,13 +63,15 @@ class PackedLinear(nn.Module):
         """
         packed = PackedWeight.concatenate([linear.packed for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        bias, is_fp8 = torch.cat(biases) if biases else None, linears[0].fp8_activations
-        return PackedLinear(packed, bias, fp8_activations=is_fp8)
+        # torch.cat has no kernel for FP8 on every device.
+        found = [linear.numbers for linear in linears if linear.numbers is not None]
+        numbers = torch.cat([q.view(torch.uint8) for q in found]).view(FP8) if found else None
+        return PackedLinear(packed, torch.cat(biases) if biases else None, numbers=numbers)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.input_order is not None:
             x = x[..., self.input_order]
-        return packed_linear(x, self.packed, self.bias, fp8_activations=self.fp8_activations)
+        return packed_linear(x, self.packed, self.bias, self.numbers)
 
 
 def _hold(module: nn.Module, name: str, weight: PackedWeight) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from peagle.errors import CheckpointError
 from peagle.kernels.linear.experts import ExpertWeights
+from peagle.kernels.linear.fp8_linear import numbers_of
 from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.models.fp8_layers import (
     device_obstacle,
@@ -399,8 +400,8 @@ class _Loader:
                 weight[:, found.input_order] = weight.clone()
             self._put(f"{name}.weight", weight)
         else:
-            is_fp8 = name in self._fp8
-            layer = PackedLinear(found.weight, bias, found.input_order, fp8_activations=is_fp8)
+            numbers = numbers_of(found.weight) if name in self._fp8 else None
+            layer = PackedLinear(found.weight, bias, found.input_order, numbers=numbers)
             setattr(parent, last, layer)
 
     # ---- experts ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Experts over FP8 activations in Triton, against plain torch on the same numbers."""
+"""Experts over FP8 activations, against plain torch on the same numbers."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from peagle.kernels.launch import DeviceLimits
 from peagle.kernels.linear import experts as experts_module
-from peagle.kernels.linear import fp8_experts
 from peagle.kernels.linear.experts import (
+    FP8_CONFIG,
     ExpertWeights,
     Gate,
+    GroupedConfig,
+    can_use_registers,
     experts_in_fp8,
+    grouped_product,
     plan_tiles,
     run_experts,
     run_experts_reference,
     uses_fp8,
 )
 from peagle.kernels.linear.fp8_activations import FP8, quantise, tiled_inputs
-from peagle.kernels.linear.fp8_experts import choose_config, experts_product, fits_fp8
-from peagle.kernels.linear.fp8_linear import Fp8Config
+from peagle.kernels.linear.fp8_linear import fits_fp8
 from peagle.kernels.linear.packed_weights import PackedWeight, make_fp8, pack_fp8
-from tests.kernels.compile_for_card import SHARED_BYTES, has_whole_words
+from tests.kernels.compile_for_card import SHARED_BYTES
 from tests.kernels.devices import DEVICES, INTERPRETED, compile_for_card
-from tests.kernels.gluon_in_torch import run_assembly
+from tests.kernels.gluon_in_torch import launcher_of, run_assembly
 from tests.kernels.linear.test_fp8_linear import quantise_in_torch
 
 pytest.importorskip("triton", reason="needs triton")
@@ -88,53 +88,63 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 def test_assembly_makes_numbers_of_words() -> None:
     """Every number of e4m3 at every place; inputs of x lie in the order that it leaves."""
-    from peagle.kernels.linear.fp8_linear_triton import _WORD_ASM
+    from peagle.kernels.linear.packed_gluon import _BYTES_ASM
 
     order = tiled_inputs(256)
     assert sorted(order.tolist()) == list(range(256))
     q = (torch.arange(256)[:, None] + 3 * torch.arange(256)).to(torch.uint8)
     words = make_fp8(q.view(FP8), torch.ones(1, 1), (256, 256)).data.view(torch.int32)
-    numbers = run_assembly(_WORD_ASM.value, {"$1": words})["$0"]  # [rows of tiles, tiles, rows, 16]
-    found = numbers.transpose(1, 2).reshape(256, 64).to(torch.int32).view(torch.uint8)
+    numbers = run_assembly(_BYTES_ASM.value, {"$1": words})[
+        "$0"
+    ]  # [rows of tiles, tiles, rows, 16]
+    found = numbers.transpose(1, 2).reshape(256, 4, 4, 4).transpose(2, 3)  # groups before threads
+    found = found.reshape(256, 64).to(torch.int32).view(torch.uint8)
     assert torch.equal(found, q[:, order])
 
 
-@pytest.mark.slow
+CUTS = [
+    FP8_CONFIG,
+    GroupedConfig(16, 32, 128, 1, 4, 4, kind="warpgroup", split_k=2),
+    GroupedConfig(128, 64, 128, 1, 8, 2, kind="warpgroup"),
+]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "config", [Fp8Config(16, 32, 4, 2, wx=True), Fp8Config(64, 64, 4, 3), Fp8Config(128, 128, 8, 2)]
-)
-@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("config", CUTS, ids=str)
+@pytest.mark.parametrize("gate", [None, SILU], ids=str)
 @pytest.mark.parametrize(
     ("tokens", "experts", "chosen", "n", "k"),
     [(1, 1, 1, 256, 128), (7, 5, 3, 256, 640), (41, 16, 4, 768, 128)],
 )
 def test_products_of_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch,
     tokens: int,
     experts: int,
     chosen: int,
     n: int,
     k: int,
-    has_gate: bool,
-    config: Fp8Config,
+    gate: Gate | None,
+    config: GroupedConfig,
     device: str,
 ) -> None:
     torch.manual_seed(tokens)
     weight = make_weight(experts, n, k, device)
     x, index, _ = make_tokens(tokens, experts, chosen, k, device)
+    if device == "cuda" and not can_use_registers(x, weight):
+        pytest.skip("the card has no wgmma")
     index_S, rows = index.view(-1), quantise(x)
-    found = experts_product(
-        *(rows, weight, plan_tiles(index_S, experts, config.block_m)),
-        num_assignments=len(index_S),
-        has_gate=has_gate,
-        chosen=chosen,
-        dtype=x.dtype,
-        config=config,
+    plan = plan_tiles(index_S, experts, config.block_m)
+    if device == "cpu":
+        in_torch = launcher_of("peagle.kernels.linear.packed_gluon", "packed_kernel")
+        monkeypatch.setattr(experts_module, "launch", in_torch)
+    found = grouped_product(
+        rows, weight, None, gate, index_S=index_S, plan=plan, chosen=chosen, config=config
     )
     expected = products(rows.dequantise(), weight, index_S)
-    expected = SILU(expected) if has_gate else expected
-    assert found.dtype == x.dtype
-    assert distance(found, expected) < (1e-5 if device == "cpu" else 4e-3)
+    expected = SILU(expected) if gate else expected
+    assert found.dtype == torch.bfloat16
+    # The matrix unit adds numbers of FP8 with fewer bits, and gate and up are rounded before SiLU.
+    assert distance(found, expected) < (1e-2 if gate else 6e-3)
 
 
 @pytest.mark.usefixtures("exact_rounding")
@@ -168,26 +178,17 @@ def test_experts_with_fp8_activations(
 
 @pytest.mark.usefixtures("exact_rounding")
 @pytest.mark.parametrize("device", DEVICES)
-def test_many_assignments_use_fp8(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_assignments_use_fp8(device: str) -> None:
     torch.manual_seed(0)
     layer = make_experts(2, 128, 128, device)
     off = replace(layer, fp8_activations=False)
-    asked: list[int] = []
-    choose = choose_config
-
-    def count(assignments: int, *others: Any) -> Fp8Config:
-        asked.append(assignments)
-        return choose(assignments, *others)
-
-    monkeypatch.setattr(fp8_experts, "choose_config", count)
     for tokens, is_fp8 in ((1, False), (31, False), (32, True), (75, True)):
-        assert uses_fp8(layer, 2 * tokens) == is_fp8 and not uses_fp8(off, 2 * tokens)
         x, index, weights = make_tokens(tokens, 3, 2, 128, device)
+        assert uses_fp8(x, layer, 2 * tokens) == is_fp8 and not uses_fp8(x, off, 2 * tokens)
         found, plain = (run_experts(x, index, weights, one) for one in (layer, off))
         assert torch.equal(found, plain) != is_fp8
         assert distance(found, plain.double()) < 2**-4
-    assert asked == [64, 150]
-    assert uses_fp8(make_experts(16, 128, 128, "cpu"), 512)
+    assert uses_fp8(x, make_experts(16, 128, 128, device), 512)
 
 
 def test_weights_that_fit() -> None:
@@ -220,15 +221,6 @@ def test_bad_tokens_stay_alone(bad: float, device: str) -> None:
     assert torch.equal(found[others], expected[others])
 
 
-def test_tiles_follow_the_rows() -> None:
-    def label(assignments: int, experts: int, shared: int = 227 * 1024) -> str:
-        return choose_config(assignments, experts, DeviceLimits(132, shared)).label
-
-    assert label(32 * 128, 128) == label(256 * 128, 128) == "xw m64 n64 w4 st4 s1"
-    assert label(256 * 128 + 1, 128) == "xw m128 n64 w8 st3 s1"
-    assert label(1 << 20, 1, 65_536) == "xw m128 n64 w8 st2 s1"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_compiler_sees_one_operator(device: str) -> None:
@@ -242,28 +234,6 @@ def test_a_compiler_sees_one_operator(device: str) -> None:
     for tokens in (3, 40):  # without and with FP8 activations
         given = make_tokens(tokens, 3, 2, 128, device)
         assert torch.equal(compiled(*given), run(*given))
-
-
-class _NoWaits(TorchDispatchMode):
-    """Refuses operators that read values of a device, as a CUDA graph does."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__
-        assert not name.startswith(("_local_scalar_dense", "nonzero", "masked_select")), name
-        return func(*args, **(kwargs or {}))
-
-
-def test_nothing_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("experts", "fp8_experts", "fp8_activations"):
-        monkeypatch.setattr(f"peagle.kernels.linear.{module}.launch", lambda *_, **__: None)
-    layer = make_experts(2, 128, 128, "cpu")
-    for tokens in (40, 3000):
-        x, index, weights = make_tokens(tokens, 3, 2, 128, "cpu")
-        with _NoWaits():
-            out = run_experts(x, index, weights, layer)
-            assert out.shape == x.shape
-            with pytest.raises(AssertionError, match="_local_scalar_dense"):
-                int(index[0, 0])
 
 
 @pytest.mark.gpu
@@ -285,12 +255,7 @@ def test_a_graph_computes_the_same() -> None:
 @pytest.mark.slow
 def test_compiles_for_cards() -> None:
     found = compile_for_card("fp8_of_experts")
-    assert len(found) == 2 * 2 * 2
+    assert len(found) == 4
     for name, needs in found.items():
-        capability = int(name.split()[0])
-        assert needs["mma"] and needs["wgmma"] == (capability == 90), name
-        assert needs["shared"] <= SHARED_BYTES[capability], name
+        assert needs["wgmma"] and needs["shared"] <= SHARED_BYTES[90], name
         assert needs["stack"] <= 16, f"{name} has too few registers"
-        assert needs["whole_words"], f"{name} splits the words that assembly reads"
-    split = "tt.elementwise_inline_asm %w -> tensor<16x128xi8, #ttg.dot_op<{kWidth = 2}>> loc(#1)"
-    assert not has_whole_words(split) and has_whole_words(split.replace("2}", "4}"))

@@ -5,8 +5,7 @@
 Assignments of tokens to experts are ordered by expert on the device, and cut into tiles that read
 the weight of their expert once. Nothing waits for the host, and every size follows from shapes, so
 that a CUDA graph can hold it all. `grouped_product` with one expert and no plan is the product of
-a packed linear layer. With many assignments FP8 weights may multiply FP8 activations
-(`fp8_experts`).
+a packed linear layer. With many assignments FP8 weights may multiply FP8 activations.
 
 Shapes: T tokens, C experts chosen for each, S = T * C assignments, E experts, H width, I width
 between the two products, N outputs and K inputs of a product.
@@ -29,8 +28,8 @@ from peagle.kernels.launch import (
     overlapping,
     power_of_two,
 )
-from peagle.kernels.linear import fp8_experts
-from peagle.kernels.linear.fp8_activations import quantise
+from peagle.kernels.linear.fp8_activations import QuantisedRows, quantise
+from peagle.kernels.linear.fp8_linear import fits_fp8
 from peagle.kernels.linear.packed_weights import FORMATS, FOUR_BIT_FORMATS, STEP, PackedWeight
 from peagle.kernels.linear.unpacking import (
     can_use_assembly,
@@ -46,6 +45,10 @@ _MIN_INPUTS = 512  # of a share of a sum
 # Assignments of an expert on average, from which on the library multiplies.
 _LIBRARY_ROWS = 256
 _MANY_IN_REGISTERS = 1024
+# Assignments of an expert on average, from which on FP8 activations are used where they may: with
+# fewer the products are bound by the bytes of the weights (docs/lab/roofline.md).
+_FP8_ROWS = 32
+_WIDE = 8192  # outputs of a linear layer that keep the memory busy in tiles of many rows
 _REGISTERS = 1 << 16  # of a multiprocessor
 _ALIGNED = 16  # bytes of a copy, and what Triton looks for in a number
 _EPILOGUE_OUTPUTS = 1024  # outputs that one program finishes
@@ -88,7 +91,7 @@ class ExpertWeights:
         gate: what happens between them.
         gate_up_bias: [E, 2I]; down_bias: [E, H]; None: there is none.
         fp8_activations: round activations to FP8 where `uses_fp8` says so; the weights must be
-            those of `fp8_experts.fits_fp8`, the gate "silu", and there is no bias.
+            those of `fits_fp8`, the gate "silu", and there is no bias.
     """
 
     gate_up: PackedWeight
@@ -100,7 +103,7 @@ class ExpertWeights:
 
     def __post_init__(self) -> None:
         if self.fp8_activations:
-            assert fp8_experts.fits_fp8(self.gate_up) and fp8_experts.fits_fp8(self.down)
+            assert fits_fp8(self.gate_up) and fits_fp8(self.down)
             assert self.gate.activation == "silu"
             assert self.gate_up_bias is None and self.down_bias is None
 
@@ -132,6 +135,10 @@ class GroupedConfig:
     kind: Kind = "xw"
 
 
+# The tiles of x in FP8, the fastest of an H200 from 32 assignments of an expert on.
+FP8_CONFIG = GroupedConfig(64, 32, STEP, 1, 4, 3, kind="warpgroup")
+
+
 def choose_config(
     num_assignments: int, num_experts: int, weight: PackedWeight, *, registers: bool = False
 ) -> GroupedConfig:
@@ -148,23 +155,7 @@ def choose_config(
     one, two = max(128 // step, 1), max(256 // step, 1)
     enough = 190  # programs that keep the memory busy
     if registers:
-        enough, is_fp8 = 600, weight.format == "fp8"
-        # Tokens are not spread evenly: more than one tile of an expert reads its weight again. The
-        # tiles of a linear layer's rows read the same weight at the same time.
-        most = (8, 16, 64, 256) if num_experts == 1 else (5, 12, 40 if is_fp8 else 24, 96)
-        if rows <= most[0]:
-            config = GroupedConfig(8, 32, step, 1, 2, 3, kind="registers")
-        elif rows <= most[1]:
-            config = GroupedConfig(16, 64, step, 1, 4, 3, kind="registers")
-        elif rows <= most[2]:
-            enough = 256 if is_fp8 else enough
-            config = GroupedConfig(32, 32 if is_fp8 else 64, step, 1, 4, 3, kind="warpgroup")
-        elif rows <= most[3]:
-            enough = 256
-            config = GroupedConfig(64, 32, step, 1, 4, 3, kind="warpgroup")
-        else:
-            enough = 128  # one of 8 warps fills a multiprocessor
-            config = GroupedConfig(128, 64, step, 1, 8, 3, kind="warpgroup")
+        config, enough = _in_registers(rows, num_experts, weight)
     elif rows <= 32:
         block_m = next(m for m in (8, 16, 32) if rows <= m)
         config = GroupedConfig(block_m, 32, step, one, 2, 3, kind="wx")
@@ -177,10 +168,44 @@ def choose_config(
     if programs >= enough:
         is_low = config.kind == "wx" and rows <= 16
         return GroupedConfig(16, 32, step, two, 4, 3) if is_low else config
-    split_k = 1
+    split_k, most = 1, 4 if weight.format == "fp8" and config.kind == "warpgroup" else enough
     while programs * split_k < enough and weight.num_inputs >= _MIN_INPUTS * 2 * split_k:
+        if split_k == most:
+            break
         split_k *= 2
     return replace(config, split_k=split_k)
+
+
+def _in_registers(rows: float, num_experts: int, weight: PackedWeight) -> tuple[GroupedConfig, int]:
+    """Choose a configuration of `packed_gluon`, as timing many on an H100 (MXFP4, few rows) and on
+    an H200 (FP8) found them; and the programs that keep the memory busy.
+
+    Tokens are not spread evenly: more than one tile of an expert reads its weight again. The tiles
+    of a linear layer's rows read the same weight at the same time.
+    """
+    is_fp8, is_linear = weight.format == "fp8", num_experts == 1
+    is_wide = is_linear and weight.num_outputs >= _WIDE
+
+    def cut(block_m: int, block_n: int, warps: int, stages: int, kind: Kind) -> GroupedConfig:
+        return GroupedConfig(block_m, block_n, STEP, 1, warps, stages, kind=kind)
+
+    if rows <= (8 if is_linear else 5):
+        return cut(8, 32, 2, 3, "registers"), 600
+    if rows <= (16 if is_linear else 12):
+        if is_fp8 and is_linear:
+            return cut(16, 32, 4, 4, "warpgroup"), 256
+        return cut(16, 64, 4, 3, "registers"), 600
+    if not is_fp8:
+        if rows <= (64 if is_linear else 24):
+            return cut(32, 64, 4, 3, "warpgroup"), 600
+        if rows <= (256 if is_linear else 96):
+            return cut(64, 32, 4, 3, "warpgroup"), 256
+        return cut(128, 64, 8, 3, "warpgroup"), 128  # one of 8 warps fills a multiprocessor
+    if rows <= (32 if is_wide else 64 if is_linear else 40):
+        return cut(32, 32, 4, 3, "warpgroup"), 256
+    if is_linear and not (is_wide and rows > 128):
+        return cut(64, 32, 4, 3, "warpgroup"), 256
+    return cut(64, 64, 8, 2, "warpgroup"), 128
 
 
 def uses_library(x: Tensor, weight: PackedWeight, num_assignments: int) -> bool:
@@ -190,10 +215,11 @@ def uses_library(x: Tensor, weight: PackedWeight, num_assignments: int) -> bool:
     return is_fit and num_assignments >= many * weight.num_experts
 
 
-def uses_fp8(experts: ExpertWeights, num_assignments: int) -> bool:
+def uses_fp8(x: Tensor, experts: ExpertWeights, num_assignments: int) -> bool:
     """Return whether a layer's experts multiply FP8 activations: many rows, where they may."""
-    many = fp8_experts.MIN_ROWS * experts.gate_up.num_experts
-    return experts.fp8_activations and num_assignments >= many
+    many = _FP8_ROWS * experts.gate_up.num_experts
+    is_able = x.device.type == "cpu" or can_use_registers(x, experts.gate_up)
+    return experts.fp8_activations and num_assignments >= many and is_able
 
 
 def can_use_registers(x: Tensor, weight: PackedWeight) -> bool:
@@ -283,7 +309,7 @@ def _experts(
     (num_tokens, chosen), num_experts = index.shape, up.num_experts
     index_S = index.reshape(-1)
     experts = ExpertWeights(up, down, Gate(kind, *gate), bias[0], bias[1], bool(is_fp8))
-    if uses_fp8(experts, index_S.numel()):
+    if uses_fp8(x, experts, index_S.numel()):
         return experts_in_fp8(x, index_S, experts, chosen)
     if uses_library(x, up, index_S.numel()):
         return experts_of_many(x, index_S, experts, chosen)
@@ -426,21 +452,30 @@ def experts_of_many(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chose
 
 
 def experts_in_fp8(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chosen: int) -> Tensor:
-    """Compute the outputs of all assignments, [S, H], with FP8 activations before both products.
+    """Compute the outputs of all assignments, [S, H], with FP8 activations before both products; on
+    a CPU in plain torch.
 
     NaN or infinity in a row of x changes the outputs of no other row.
     """
-    up, count = experts.gate_up, index_S.numel()
-    config = fp8_experts.choose_config(count, up.num_experts, DeviceLimits.of(x_TH.device))
-    shared: Any = {
-        "plan": plan_tiles(index_S, up.num_experts, config.block_m),
-        "num_assignments": count,
-        "dtype": x_TH.dtype,
-        "config": config,
-    }
     rows = quantise(x_TH.contiguous())
-    inner_SI = fp8_experts.experts_product(rows, up, has_gate=True, chosen=chosen, **shared)
-    return fp8_experts.experts_product(quantise(inner_SI), experts.down, **shared)
+    if x_TH.device.type == "cpu":
+        x_SH = rows.dequantise().repeat_interleave(chosen, 0)
+        inner_SI = experts.gate(_one_by_one(x_SH, experts.gate_up, index_S))
+        rows = quantise(inner_SI.to(x_TH.dtype)).dequantise()
+        return _one_by_one(rows, experts.down, index_S).to(x_TH.dtype)
+    plan = plan_tiles(index_S, experts.gate_up.num_experts, FP8_CONFIG.block_m)
+    given: Any = {"index_S": index_S, "plan": plan, "config": FP8_CONFIG}
+    inner_SI = grouped_product(rows, experts.gate_up, None, experts.gate, chosen=chosen, **given)
+    return grouped_product(quantise(inner_SI), experts.down, **given)
+
+
+def _one_by_one(x_SK: Tensor, weight: PackedWeight, index_S: Tensor) -> Tensor:
+    """W x[s] of the expert of s in float32 in plain torch, [S, N], one expert after the other."""
+    out, matrices = x_SK.new_empty(len(x_SK), weight.num_outputs), weight.unpack(torch.float32)
+    for expert in index_S.unique().tolist():
+        own = index_S == expert
+        out[own] = F.linear(x_SK[own], matrices[expert])
+    return out
 
 
 def _epilogue(
@@ -499,7 +534,7 @@ def weighted_sum(y_SN: Tensor, weight_TC: Tensor) -> Tensor:
 
 
 def grouped_product(
-    x: Tensor,
+    x: Tensor | QuantisedRows,
     weight: PackedWeight,
     bias: Tensor | None = None,
     gate: Gate | None = None,
@@ -514,7 +549,8 @@ def grouped_product(
     Sums are in float32, and rounded once before the gate.
 
     Args:
-        x: [S / chosen, K], rows contiguous.
+        x: [S / chosen, K], rows contiguous. Rows in FP8 take a weight of `fits_fp8` and a
+            configuration of the kind "warpgroup", and give bfloat16.
         weight: [E, N, K], or [N, K] without `index_S`; with a gate N counts gate and up.
         bias: [E, N] or [N].
         gate: leaves N / 2 outputs; None leaves all.
@@ -528,13 +564,19 @@ def grouped_product(
 
     gate, data, scale = gate or Gate("none"), weight.data, weight.scale
     activation, (rows, inputs) = ACTIVATIONS.index(gate.activation), weight.block
+    x_scale, dtype = None, torch.bfloat16
+    if isinstance(x, QuantisedRows):
+        assert config is not None and config.kind == "warpgroup" and fits_fp8(weight)
+        x, x_scale = x.q[: x.num_rows], x.scale
+    else:
+        dtype = x.dtype
     count, k = x.shape[0] * chosen, weight.num_inputs
     num_experts = 1 if index_S is None else weight.num_experts
     registers = can_use_registers(x, weight)
     cut = config or choose_config(count, num_experts, weight, registers=registers)
     assert x.shape[1] == k and x.stride(1) == data.stride(-1) == 1
     n = weight.num_outputs // (2 if activation else 1)
-    out = torch.empty(count, n, dtype=x.dtype, device=x.device)
+    out = torch.empty(count, n, dtype=dtype, device=x.device)
     if count == 0:
         return out
     if index_S is None:
@@ -544,7 +586,7 @@ def grouped_product(
     else:
         mode, tiles = 2, (plan.numel() - count) // 3
     scales = out if scale is None else scale
-    is_shared = scale is None or (inputs >= k and weight.format != "mxfp4")
+    is_shared = scale is None or (inputs >= k and weight.format != "mxfp4" and x_scale is None)
     assert is_shared or inputs % cut.step == 0
     columns = -(-n // (cut.block_n * (1 if activation else 2)))
     partial = counters = out  # not looked at where K is not split
@@ -556,8 +598,6 @@ def grouped_product(
     zero = weight.zero
     assert zero is None or (scale is not None and zero.stride() == scale.stride())
     tensors = (
-        out,
-        x,
         out if plan is None else plan,
         out if plan is None else plan[count:],
         out if index_S is None else index_S,
@@ -568,13 +608,8 @@ def grouped_product(
         partial,
         counters,
     )
-    sizes = (
-        count,
-        n,
-        k,
-        tiles,
-        chosen,
-        x.stride(0),
+    numbers = (count, n, k, tiles, chosen, x.stride(0))
+    strides = (
         0 if index_S is None else data.stride(0),
         weight.row_stride,
         0 if index_S is None or scale is None else scale.stride(0),
@@ -602,22 +637,32 @@ def grouped_product(
         launch(
             packed_gluon.packed_kernel,
             grid[::-1] if mode == 0 else grid,
+            out,
+            x,
+            out if x_scale is None else x_scale,
             *tensors,
-            *sizes,
+            *numbers,
+            0 if x_scale is None else x_scale.stride(0),
+            *strides,
             gate.alpha,
             gate.limit,
             **options,
             STAGES=cut.num_stages,
             WGMMA=cut.kind == "warpgroup",
-            maxnreg=max_registers(cut, weight.format == "fp8" and not is_shared),
+            maxnreg=max_registers(
+                cut, weight.format == "fp8" and not is_shared, in_fp8=x_scale is not None
+            ),
         )
         return out
     stages = fitting_stages(cut, x, weight, DeviceLimits.of(x.device).shared_bytes)
     launch(
         experts_triton.grouped_kernel,
         grid,
+        out,
+        x,
         *tensors,
-        *sizes,
+        *numbers,
+        *strides,
         gate.alpha,
         gate.limit,
         **options,
@@ -641,16 +686,18 @@ def fitting_stages(cut: GroupedConfig, x: Tensor, weight: PackedWeight, shared_b
     return max(1, min(cut.num_stages, shared_bytes // stage))
 
 
-def max_registers(cut: GroupedConfig, has_parts: bool) -> int:
+def max_registers(cut: GroupedConfig, has_parts: bool, *, in_fp8: bool = False) -> int:
     """Return the registers of a thread: as few as do with little spilling.
 
     Args:
         cut: of `packed_gluon`.
         has_parts: sums of `STEP` inputs are scaled before they are added.
+        in_fp8: x is in FP8, and so are the numbers that a thread holds.
     """
     sums = cut.block_m * (2 if has_parts else 1)
-    sums_and_numbers = 2 * cut.block_n * (sums + 64) // (32 * cut.num_warps)
-    enough = 128 if sums_and_numbers <= 72 else 168 if sums_and_numbers <= 96 else 255
+    held = 2 * cut.block_n * (sums + (16 if in_fp8 else 64)) // (32 * cut.num_warps)
+    few = 96 if cut.num_warps == 8 and has_parts else 72  # so that two programs fit
+    enough = 128 if held <= few else 168 if held <= 96 else 255
     return min(enough, _REGISTERS // (32 * cut.num_warps))
 
 

@@ -1,12 +1,14 @@
 """Hopper only; elsewhere, and for other types, `grouped_kernel` of `experts_triton` computes it.
 
 Grouped products of tiled weights in Gluon, the part of Triton where programs choose layouts. The
-words go from memory straight into the registers from which the matrix unit takes them unpacked;
-`packed_weights` documents their order. x comes to shared memory by asynchronous copies.
+words go from memory into the registers from which the matrix unit takes them unpacked: straight, or
+for wgmma of "fp8" through shared memory, which holds the words of several steps. `packed_weights`
+documents their order. x comes to shared memory by asynchronous copies.
 
 The scales of "mxfp4" are powers of two, which a thread multiplies in while it unpacks. The scales
 of "fp8" are float32 and multiply sums: once at the end where all inputs share them, else the sum of
-each `STEP` inputs.
+each `STEP` inputs. x may be in FP8 itself, with scales of its own that multiply the same sums; its
+inputs are then in the order of `fp8_activations.tiled_inputs`.
 """
 
 from triton.experimental import gluon
@@ -72,6 +74,18 @@ _FP8_ASM = gl.constexpr(
     mov.b32 {$2, $3}, b;
     }"""
 )
+# The four bytes of "fp8" numbers of a word ($1), in the order of `fp8_activations.tiled_inputs`.
+_BYTES_ASM = gl.constexpr(
+    """{
+    .reg .b32 a, b, c;
+    shl.b32 a, $1, 4;
+    shr.b32 b, $1, 4;
+    shr.b32 c, $1, 8;
+    lop3.b32 a, $1, 0x800f800f, a, 0xe2;
+    lop3.b32 b, b, 0x00800080, c, 0xe2;
+    lop3.b32 $0, b, 0x00f000f0, a, 0xe2;
+    }"""
+)
 
 
 @gluon.jit
@@ -108,6 +122,25 @@ def _load_words(row_ptrs, k, FORMAT: gl.constexpr, WORDS: gl.constexpr):
 
 
 @gluon.jit
+def _copy_words(tile, row_ptrs, number, is_there, COPY: gl.constexpr):
+    """Let the words of a numbered tile come to shared memory, [rows, width]; zeros where there is
+    none.
+    """
+    width: gl.constexpr = tile.shape[1]
+    i = gl.arange(0, width, layout=gl.SliceLayout(0, COPY))[None, :]
+    _async_load(tile, row_ptrs + (number * (64 * width) + i), mask=(i < width) & is_there)
+
+
+@gluon.jit
+def _take_words(first, second, WORDS: gl.constexpr):
+    """Return the words of two tiles in shared memory, [rows, 2 * width]."""
+    width: gl.constexpr = first.shape[1]
+    pair = gl.join(first.load(WORDS), second.load(WORDS)).permute([0, 2, 1])
+    pair = pair.reshape([pair.shape[0], 2 * width])
+    return gl.convert_layout(pair, WORDS, assert_trivial=True)
+
+
+@gluon.jit
 def _load_scales(row_ptrs, k, stride_k, STORED_K: gl.constexpr):
     """Load each row's scale of inputs k to k + STEP; of "mxfp4", the word of four scales."""
     return gl.load(row_ptrs + k // STORED_K * stride_k)
@@ -121,6 +154,12 @@ def _copy_x(tile, x_ptrs, is_row, k, end, X: gl.constexpr):
     offs = k + gl.arange(0, STEP, layout=gl.SliceLayout(0, X))[None, :]
     _async_load(tile, x_ptrs + offs, mask=is_row[:, None] & (offs < end))
     async_copy.commit_group()
+
+
+@gluon.jit
+def _copy_scales(tile, row_ptrs, is_row, k, end, stride):
+    """Let the scales of inputs k to k + STEP of x come to a tile of shared memory, [BLOCK_M]."""
+    _async_load(tile, row_ptrs + k // STEP * stride, mask=is_row & (k < end))
 
 
 @gluon.jit
@@ -158,10 +197,23 @@ def _fp8_operand(words, A: gl.constexpr):
 
 
 @gluon.jit
+def _bytes_operand(words, A: gl.constexpr):
+    """Return the numbers of the bytes of words, float8e4nv [rows, STEP], without a scale."""
+    rows: gl.constexpr = words.shape[0]
+    numbers = gl.inline_asm_elementwise(_BYTES_ASM, "=r,r", [words], gl.uint8, True, 4)
+    # rows, tiles, threads, groups, places
+    tile = numbers.reshape([rows, 2, 4, 4, 4]).permute([0, 1, 3, 2, 4]).reshape([rows, STEP])
+    tile = gl.convert_layout(tile, A, assert_trivial=True)
+    return tile.to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
 def _add_product(acc, operand, x_tile, B: gl.constexpr, WGMMA: gl.constexpr, FRESH: gl.constexpr):
     """acc plus the operand times x^T; with FRESH the product alone, and acc says its layout."""
     x = x_tile.permute([1, 0])
-    if WGMMA:
+    if WGMMA and operand.dtype == gl.float8e4nv:  # which Triton 3.6 cannot wait for
+        acc = warpgroup_mma(operand, x, acc, use_acc=not FRESH, is_async=False)
+    elif WGMMA:
         later = warpgroup_mma(operand, x, acc, use_acc=not FRESH, is_async=True)
         acc, _ = warpgroup_mma_wait(0, deps=[later, operand])
     else:
@@ -224,7 +276,8 @@ def _gated(gate, up, alpha, limit, GATE: gl.constexpr):
 @gluon.jit(do_not_specialize=["num_rows", "max_tiles"])
 def packed_kernel(
     out_ptr,  # [S, N], contiguous
-    x_ptr,  # [rows, K]
+    x_ptr,  # [rows, K], bfloat16 or float8e4nv
+    x_scale_ptr,  # float32 [K / STEP, stride_x_scale] of an x in FP8
     order_ptr,
     tiles_ptr,
     index_ptr,  # [S]
@@ -240,6 +293,7 @@ def packed_kernel(
     max_tiles,
     chosen,
     stride_x,
+    stride_x_scale,
     stride_expert,
     stride_row,
     stride_scale_expert,
@@ -263,21 +317,40 @@ def packed_kernel(
 ):
     """Compute one share of K of one tile, as `experts_triton.grouped_kernel` does."""
     # Choose the layouts of sums, operands and x.
+    X_DTYPE: gl.constexpr = x_ptr.dtype.element_ty
+    IN_FP8: gl.constexpr = gl.float8e4nv == X_DTYPE
     if WGMMA:
         ACC: gl.constexpr = gl.NVMMADistributedLayout(
-            [3, 0], [gl.num_warps(), 1], instr_shape=[16, BLOCK_M, 16]
+            [3, 0], [gl.num_warps(), 1], instr_shape=[16, BLOCK_M, 32 if IN_FP8 else 16]
         )
     else:
         ACC: gl.constexpr = gl.NVMMADistributedLayout(
             [2, 0], [gl.num_warps(), 1], instr_shape=[16, 8]
         )
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 4 if IN_FP8 else 2)
     B: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
-    WORDS: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
-    X: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    WORDS: gl.constexpr = gl.DotOperandLayout(0, ACC, 16 if IN_FP8 else 4)
+    if IN_FP8:
+        X: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
+    else:
+        X: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     x_tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, BLOCK_M, STEP], gl.NVMMASharedLayout(128, 16, 2)
+        X_DTYPE, [STAGES, BLOCK_M, STEP], gl.NVMMASharedLayout(128, 8 if IN_FP8 else 16, 2)
     )
+    THROUGH_SHARED: gl.constexpr = WGMMA and FORMAT != MXFP4
+    if THROUGH_SHARED:
+        CELL: gl.constexpr = gl.uint8 if IN_FP8 else gl.int32
+        WIDTH: gl.constexpr = 64 if IN_FP8 else 16
+        COPY: gl.constexpr = gl.BlockedLayout([1, WIDTH // 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        SIZE_OF_TILES: gl.constexpr = [STAGES, 2 * BLOCK_N, WIDTH]
+        first_tiles = gl.allocate_shared_memory(CELL, SIZE_OF_TILES, PLAIN)
+        second_tiles = gl.allocate_shared_memory(CELL, SIZE_OF_TILES, PLAIN)
+    if IN_FP8:
+        SCALES_OF_X: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        x_scales = gl.allocate_shared_memory(
+            gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
     # Tiles of one weight come first, so that they read its rows at the same time.
     TILES: gl.constexpr = 0 if MODE == 0 else 1
     tile = gl.program_id(TILES)
@@ -307,7 +380,8 @@ def packed_kernel(
     SCALES: gl.constexpr = gl.SliceLayout(1, WORDS if FORMAT == MXFP4 else ACC)
     # Locate the weight's rows, their scales and x.
     num_stored = num_columns if GATE == NO_GATE else 2 * num_columns
-    row = _stored_rows(tile_n, num_columns, BLOCK_N, GATE, gl.SliceLayout(1, WORDS))
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, COPY if THROUGH_SHARED else WORDS)
+    row = _stored_rows(tile_n, num_columns, BLOCK_N, GATE, OF_ROWS)
     scale_row = _stored_rows(tile_n, num_columns, BLOCK_N, GATE, SCALES)
     if not EVEN_N:  # the last again, where there are no more: that is not stored
         row = gl.minimum(row, num_stored - 1)
@@ -316,20 +390,34 @@ def packed_kernel(
     expert = expert.to(gl.int64)
     WORD_PTR: gl.constexpr = gl.pointer_type(gl.int32)
     data_ptr += expert * stride_expert
-    word_ptrs = (data_ptr + _row_offsets(row, stride_row)[:, None]).to(WORD_PTR)
+    word_ptrs = data_ptr + _row_offsets(row, stride_row)[:, None]
+    if not IN_FP8:
+        word_ptrs = word_ptrs.to(WORD_PTR)
     scale_ptrs = scale_ptr + expert * stride_scale_expert + scale_row * stride_scale_row
-    x_ptrs = x_ptr + (assignment // chosen).to(gl.int64)[:, None] * stride_x
+    x_row = assignment // chosen
+    x_ptrs = x_ptr + x_row.to(gl.int64)[:, None] * stride_x
+    if IN_FP8:
+        x_scale_ptrs = x_scale_ptr + gl.convert_layout(x_row, SCALES_OF_X)
+        has_scale = gl.convert_layout(is_row, SCALES_OF_X)
 
     # Sum the products over this share of K.
     acc = gl.zeros([2 * BLOCK_N, BLOCK_M], gl.float32, ACC)
     share = (num_k + STEP * SPLIT_K - 1) // (STEP * SPLIT_K) * STEP
     begin = split * share
     end = gl.minimum(begin + share, num_k)
-    # x of the next steps and the words of the next one are on their way during a product.
+    # x and words of the next steps are on their way during a product.
     for stage in gl.static_range(STAGES - 1):
-        _copy_x(x_tiles.index(stage), x_ptrs, is_row, begin + stage * STEP, end, X)
+        at = begin + stage * STEP
+        if THROUGH_SHARED:
+            number = at // STEP * 2
+            _copy_words(first_tiles.index(stage), word_ptrs, number, at < end, COPY)
+            _copy_words(second_tiles.index(stage), word_ptrs, number + 1, at < end, COPY)
+        if IN_FP8:
+            _copy_scales(x_scales.index(stage), x_scale_ptrs, has_scale, at, end, stride_x_scale)
+        _copy_x(x_tiles.index(stage), x_ptrs, is_row, at, end, X)
     first = gl.minimum(begin, num_k - 1)  # a share may have nothing
-    words = _load_words(word_ptrs, first, FORMAT, WORDS)
+    if not THROUGH_SHARED:
+        words = _load_words(word_ptrs, first, FORMAT, WORDS)
     if SCALE_K > 0:
         scale = _load_scales(scale_ptrs, first, stride_scale_k, STORED_K)
     stage = 0
@@ -340,14 +428,28 @@ def packed_kernel(
             fence_async_shared()
         _barrier()
         free = gl.where(stage == 0, STAGES - 1, stage - 1)
-        _copy_x(x_tiles.index(free), x_ptrs, is_row, k + (STAGES - 1) * STEP, end, X)
+        ahead = k + (STAGES - 1) * STEP
         later = gl.minimum(k + STEP, end - 1)
-        next_words = _load_words(word_ptrs, later, FORMAT, WORDS)
+        if THROUGH_SHARED:
+            number = ahead // STEP * 2
+            _copy_words(first_tiles.index(free), word_ptrs, number, ahead < end, COPY)
+            _copy_words(second_tiles.index(free), word_ptrs, number + 1, ahead < end, COPY)
+        else:
+            next_words = _load_words(word_ptrs, later, FORMAT, WORDS)
+        if IN_FP8:
+            _copy_scales(x_scales.index(free), x_scale_ptrs, has_scale, ahead, end, stride_x_scale)
+        _copy_x(x_tiles.index(free), x_ptrs, is_row, ahead, end, X)
+        if THROUGH_SHARED:
+            words = _take_words(first_tiles.index(stage), second_tiles.index(stage), WORDS)
         if SCALE_K > 0:
             next_scale = _load_scales(scale_ptrs, later, stride_scale_k, STORED_K)
         # Unpack the words and multiply.
         x_tile = x_tiles.index(stage)
-        if FORMAT == MXFP4:
+        if IN_FP8:
+            part = _add_product(acc, _bytes_operand(words, A), x_tile, B, WGMMA, True)
+            x_scale = x_scales.index(stage).load(gl.SliceLayout(0, ACC))
+            acc += part * (scale[:, None] * x_scale[None, :])
+        elif FORMAT == MXFP4:
             operand = _mxfp4_operand(words, scale, WORDS, A)
             acc = _add_product(acc, operand, x_tile, B, WGMMA, False)
         elif SCALE_K > 0:
@@ -355,7 +457,8 @@ def packed_kernel(
             acc += part * scale[:, None]
         else:
             acc = _add_product(acc, _fp8_operand(words, A), x_tile, B, WGMMA, False)
-        words = next_words
+        if not THROUGH_SHARED:
+            words = next_words
         if SCALE_K > 0:
             scale = next_scale
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)

@@ -2,7 +2,7 @@
 
 A product of few rows reads the weight as it is stored. One of many costs more than unpacking it
 once: that leaves the product to the library. From a number of rows on, FP8 weights may multiply FP8
-activations (`fp8_linear`).
+activations (`fp8_linear`), whose numbers lie beside the packed weight then.
 
 Shapes: M rows of x, N outputs, K inputs.
 """
@@ -24,7 +24,7 @@ MAX_ROWS_IN_REGISTERS = 256
 
 
 def packed_linear(
-    x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None, *, fp8_activations: bool = False
+    x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None, numbers: Tensor | None = None
 ) -> Tensor:
     """Compute x W^T + bias in Triton; a compiler sees the operator `peagle::packed_linear`.
 
@@ -32,8 +32,8 @@ def packed_linear(
         x: [..., K].
         weight: [N, K].
         bias_N: [N].
-        fp8_activations: round x to FP8 where it has `fp8_linear.MIN_ROWS` rows or more; the weight
-            must be one of `fp8_linear.fits_fp8`.
+        numbers: `fp8_linear.numbers_of` the weight: x is rounded to FP8 where it has
+            `fp8_linear.MIN_ROWS` rows or more. None: it never is.
 
     Returns:
         [..., N], contiguous.
@@ -44,7 +44,8 @@ def packed_linear(
         weight.scale,
         weight.zero,
         bias_N,
-        [*layout_of(weight), int(fp8_activations)],
+        numbers,
+        layout_of(weight),
     )
     return out_MN.view(*x.shape[:-1], weight.num_outputs)
 
@@ -52,8 +53,8 @@ def packed_linear(
 @torch.library.custom_op(
     "peagle::packed_linear",
     mutates_args=(),
-    schema="(Tensor x, Tensor data, Tensor? scale, Tensor? zero, Tensor? bias, int[] layout) "
-    "-> Tensor",
+    schema="(Tensor x, Tensor data, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? numbers, "
+    "int[] layout) -> Tensor",
 )
 def _packed_linear(
     x: Tensor,
@@ -61,12 +62,13 @@ def _packed_linear(
     scale: Tensor | None,
     zero: Tensor | None,
     bias: Tensor | None,
+    numbers: Tensor | None,
     layout: list[int],
 ) -> Tensor:
-    *layout, is_fp8 = layout
+    if numbers is not None and x.shape[0] >= MIN_ROWS:
+        assert scale is not None
+        return fp8_linear(x, numbers, scale, bias)
     weight = make_weight(data, scale, zero, layout)
-    if is_fp8 and x.shape[0] >= MIN_ROWS:
-        return fp8_linear(x, weight, bias)
     if x.shape[0] > (MAX_ROWS_IN_REGISTERS if can_use_registers(x, weight) else MAX_ROWS):
         return F.linear(x, unpack_weight(weight, x.dtype), bias)
     return grouped_product(x, weight, bias)
@@ -74,5 +76,5 @@ def _packed_linear(
 
 @_packed_linear.register_fake
 def _(x: Tensor, *packed: Any) -> Tensor:
-    data, scale, zero, _, layout = packed
-    return x.new_empty(x.shape[0], make_weight(data, scale, zero, layout[:-1]).num_outputs)
+    data, scale, zero, *_, layout = packed
+    return x.new_empty(x.shape[0], make_weight(data, scale, zero, layout).num_outputs)
