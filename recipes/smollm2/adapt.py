@@ -35,7 +35,7 @@ from peagle.data import recorded  # noqa: E402
 from peagle.environment import environment  # noqa: E402
 from peagle.models.fingerprint import identity_of  # noqa: E402
 
-MINUTES = {"correction": 3, "head": 10}
+MINUTES = {"correction": 1.5, "head": 7}  # of training steps
 LEAST = 100  # prompts, of which a tenth is held out
 OLD_SEED = 1000  # make.py, whose prompts the head was trained on, takes other ones
 REPORTED = ("refusal", "k", "steps", "requests", "own_outputs", "held_out", "old")
