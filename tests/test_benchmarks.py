@@ -516,9 +516,8 @@ def test_layers_of_a_step_have_floors_and_candidates() -> None:
     assert qkv["flops"] == 2 * 3 * 128 * 128 and qkv["per_step"] == 3
     up = rows["target", "experts gate-up"]
     assert up["bytes"] == 3 * (256 * 128 + 2 * 4) + 2 * (3 * 128 + 6 * 128)
-    for row in (qkv, up, rows["target", "experts down"]):
-        assert row["candidates"] and row["quantise_us"] > 0
-        assert all(one["error"] < 1e-2 and one["us"] > 0 for one in row["candidates"])
+    for row in (up, rows["target", "experts down"]):
+        assert row["unavailable"]["gluon"] == "needs a card of compute capability 9.0"
     assert qkv["unavailable"] == {"scaled_mm": "block scales need a card"}
     whole = rows["target", "experts whole"]
     assert not whole["candidates"] and whole["unavailable"] == {"FP8 activations": "too few tokens"}
