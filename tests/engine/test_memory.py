@@ -428,6 +428,9 @@ def test_a_card_without_room_for_a_request(card: Card) -> None:
         "Lower max_num_batched_tokens (4096) or max_num_seqs (16), raise gpu_memory_utilization "
         "(0.9), take a smaller dtype, or free the card."
     )
+    config = EngineConfig(fp8_activations="auto")
+    message = message_of(lambda: plan_of(config, drafter=fake_drafter()))
+    assert "(0.9), leave fp8_activations out, take a smaller dtype" in message
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -460,8 +460,10 @@ def _check(plan: MemoryPlan, config: EngineConfig) -> None:
 
 
 def _advice(config: EngineConfig) -> str:
+    # Linear layers with FP8 activations have their weights twice.
+    fewer = "" if config.fp8_activations == "off" else "leave fp8_activations out, "
     return (
         f"Lower max_num_batched_tokens ({config.max_num_batched_tokens}) or max_num_seqs "
         f"({config.max_num_seqs}), raise gpu_memory_utilization "
-        f"({config.gpu_memory_utilization:g}), take a smaller dtype, or free the card."
+        f"({config.gpu_memory_utilization:g}), {fewer}take a smaller dtype, or free the card."
     )
