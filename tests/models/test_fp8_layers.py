@@ -19,7 +19,7 @@ from peagle.kernels.linear import fp8_linear
 from peagle.kernels.linear.experts import ExpertWeights
 from peagle.kernels.linear.fp8_linear import MIN_ROWS
 from peagle.models.acceleration import accelerate_target
-from peagle.models.fp8_layers import device_obstacle, multiplies_fp8
+from peagle.models.fp8_layers import device_obstacle, experts_obstacle, multiplies_fp8
 from peagle.models.fusion import FusedPackedLinear, fuse
 from peagle.models.packed_layers import PackedLinear, experts_of
 from peagle.models.packed_loading import load_packed
@@ -282,6 +282,15 @@ def test_other_experts_stay_as_they_are(tmp_path: Path) -> None:
         assert not any(module.expert_weights.fp8_activations for module in experts_of(model))
 
 
+@needs_interpreter
+def test_experts_on_a_card_need_bfloat16(tmp_path: Path) -> None:
+    write(tmp_path, make_mixture())
+    (module, *_), card = experts_of(load(tmp_path)), torch.device("cuda")
+    text = "experts in float16, not bfloat16"
+    assert experts_obstacle(module, [], torch.float16, card) == text
+    assert experts_obstacle(module, [], torch.bfloat16, card) is None
+
+
 def test_a_card_needs_products_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     card = torch.device("cuda")
@@ -290,6 +299,10 @@ def test_a_card_needs_products_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         text = "block scales need compute capability 9.0, not {}.{}".format(*capability)
         assert device_obstacle(card) == (None if capability == (9, 0) else text)
+    fp8_linear.fp8_obstacle.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert device_obstacle(card) == "block scales need CUDA 12.9, not 12.8"
     fp8_linear.fp8_obstacle.cache_clear()
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert device_obstacle(torch.device("cpu")) == "the device is no GPU"

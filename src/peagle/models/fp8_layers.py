@@ -40,13 +40,22 @@ def layer_obstacle(stored: StoredLinear) -> str | None:
     return None
 
 
-def experts_obstacle(module: Any, parts: Iterable[StoredLinear | None]) -> str | None:
+def experts_obstacle(
+    module: Any,
+    parts: Iterable[StoredLinear | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
     """Return why experts cannot multiply FP8 activations; None: they can.
 
     Args:
         module: one of `packed_layers.experts_of`.
         parts: of all experts, as the checkpoint stores them; None: as plain numbers.
+        dtype: type of the model's activations.
+        device: where it runs.
     """
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        return f"experts in {str(dtype).removeprefix('torch.')}, not bfloat16"
     gate = find_gate(module)
     if gate is None or gate.activation != "silu":
         return "experts whose activation is not SiLU"

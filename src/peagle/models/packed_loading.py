@@ -188,7 +188,8 @@ class _Loader:
                 stored = self._check_linear(name, (module.out_features, module.in_features))
                 self._choose_fp8(name, obstacle or layer_obstacle(stored), reasons)
         for name, module in self._experts.items():
-            found = obstacle or experts_obstacle(module, self._stored_parts(name, module))
+            parts = self._stored_parts(name, module)
+            found = obstacle or experts_obstacle(module, parts, self._dtype, device)
             self._choose_fp8(name, found, reasons)
         if reasons:
             texts = "; ".join(f"{reason}: {count}" for reason, count in reasons.items())
