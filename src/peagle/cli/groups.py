@@ -187,7 +187,8 @@ ENGINE = group(
         int4. A target that is stored quantised needs no option. [default: as stored]
     --fp8-activations TEXT
         Products of FP8 activations with the weights of an FP8 target: auto (in linear layers
-        and experts that were made for it, on a GPU of compute capability 9.0) or off.
+        and experts that were made for it, on a GPU of compute capability 9.0) or off. Such
+        linear layers have their weights in memory twice.
     --kv-cache-dtype TEXT
         Type of the KV cache of the target: auto (that of the activations) or fp8, which takes
         half the memory of bfloat16.

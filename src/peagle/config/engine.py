@@ -73,8 +73,8 @@ class EngineConfig:
             activations, "fp8" is e4m3 with the scales that the checkpoint has, else 1. The head's
             KV cache has the type of its activations.
         fp8_activations: "auto" lets the linear layers and experts of an FP8 checkpoint that was
-            made for it multiply FP8 activations, see `models.fp8_layers`; "off" leaves all
-            activations as they are.
+            made for it multiply FP8 activations, see `models.fp8_layers`, with the weights of such
+            linear layers in memory twice; "off" leaves all activations as they are.
         kv_cache_gib: memory bound of the KV cache in GiB; None is 2 on a CPU, and on a GPU what
             gpu_memory_utilization leaves, which bounds it in any case.
         gpu_memory_utilization: share of the GPU's memory that may be in use in all: by weights,
