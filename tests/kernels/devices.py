@@ -13,6 +13,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
+
+from peagle.kernels.linear.fp8_linear import fp8_obstacle
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [
@@ -21,6 +24,9 @@ DEVICES = [
     ),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
+_NO_FP8 = (torch.cuda.is_available() and fp8_obstacle(torch.device("cuda"))) or ""
+WITHOUT_FP8 = pytest.mark.skipif(bool(_NO_FP8), reason=_NO_FP8)
+FP8_DEVICES = [DEVICES[0], pytest.param("cuda", marks=[pytest.mark.gpu, WITHOUT_FP8])]
 
 
 def compile_for_card(which: str) -> dict[str, dict[str, Any]]:

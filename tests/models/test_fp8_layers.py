@@ -26,7 +26,7 @@ from peagle.models.packed_loading import load_packed
 from peagle.models.quantization import quantization_of
 from peagle.models.target import TargetModel
 from peagle.models.target_facts import load_config, precision_of
-from tests.kernels.devices import DEVICES, INTERPRETED
+from tests.kernels.devices import FP8_DEVICES, INTERPRETED, WITHOUT_FP8
 from tests.kernels.linear.test_fp8_linear import quantise_in_torch
 from tests.models.paging import largest_difference
 from tests.models.test_packed_layers import passes
@@ -129,7 +129,7 @@ def quantise_inputs(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", FP8_DEVICES)
 @pytest.mark.parametrize("quantization", [DYNAMIC, compressed()], ids=["fp8", "compressed"])
 def test_logits_are_those_of_dynamic_quantisation(
     tmp_path: Path, quantization: dict[str, Any], device: str
@@ -148,7 +148,7 @@ def test_logits_are_those_of_dynamic_quantisation(
     assert not any("_proj" in name for name, _ in model.named_parameters())
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", FP8_DEVICES)
 def test_fused_projections_compute_the_same(tmp_path: Path, device: str) -> None:
     write(tmp_path, make())
     target = TargetModel(load(tmp_path, device=device))
@@ -246,7 +246,7 @@ def experts_in_torch(x: Tensor, index: Tensor, weights: Tensor, experts: ExpertW
     return out
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", FP8_DEVICES)
 def test_experts_multiply_fp8_activations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
@@ -323,6 +323,7 @@ def test_a_target_of_plain_weights(target_folder: Path) -> None:
 
 
 @pytest.mark.gpu
+@WITHOUT_FP8
 def test_an_engine_multiplies_fp8_activations(tmp_path: Path) -> None:
     write(tmp_path, make())
     target = TargetModel.load(tmp_path, dtype=torch.bfloat16, device="cuda", fp8_activations="auto")

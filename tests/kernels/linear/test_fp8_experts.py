@@ -16,7 +16,6 @@ from peagle.kernels.linear.experts import (
     ExpertWeights,
     Gate,
     GroupedConfig,
-    can_use_registers,
     experts_in_fp8,
     grouped_product,
     plan_tiles,
@@ -28,7 +27,7 @@ from peagle.kernels.linear.fp8_activations import FP8, quantise, tiled_inputs
 from peagle.kernels.linear.fp8_linear import fits_fp8
 from peagle.kernels.linear.packed_weights import PackedWeight, make_fp8, pack_fp8
 from tests.kernels.compile_for_card import SHARED_BYTES
-from tests.kernels.devices import DEVICES, INTERPRETED, compile_for_card
+from tests.kernels.devices import FP8_DEVICES, INTERPRETED, WITHOUT_FP8, compile_for_card
 from tests.kernels.gluon_in_torch import launcher_of, run_assembly
 from tests.kernels.linear.test_fp8_linear import quantise_in_torch
 
@@ -109,7 +108,7 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", FP8_DEVICES)
 @pytest.mark.parametrize("config", CUTS, ids=str)
 @pytest.mark.parametrize("gate", [None, SILU], ids=str)
 @pytest.mark.parametrize(
@@ -130,8 +129,6 @@ def test_products_of_the_same_numbers(
     torch.manual_seed(tokens)
     weight = make_weight(experts, n, k, device)
     x, index, _ = make_tokens(tokens, experts, chosen, k, device)
-    if device == "cuda" and not can_use_registers(x, weight):
-        pytest.skip("the card has no wgmma")
     index_S, rows = index.view(-1), quantise(x)
     plan = plan_tiles(index_S, experts, config.block_m)
     if device == "cpu":
@@ -148,7 +145,7 @@ def test_products_of_the_same_numbers(
 
 
 @pytest.mark.usefixtures("exact_rounding")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", FP8_DEVICES)
 @pytest.mark.parametrize(
     ("tokens", "experts", "chosen", "hidden", "inner"),
     [
@@ -177,7 +174,7 @@ def test_experts_with_fp8_activations(
 
 
 @pytest.mark.usefixtures("exact_rounding")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", FP8_DEVICES)
 def test_many_assignments_use_fp8(device: str) -> None:
     torch.manual_seed(0)
     layer = make_experts(2, 128, 128, device)
@@ -204,7 +201,7 @@ def test_weights_that_fit() -> None:
             replace(layer, **change)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", FP8_DEVICES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_tokens_stay_alone(bad: float, device: str) -> None:
     torch.manual_seed(0)
@@ -222,7 +219,7 @@ def test_bad_tokens_stay_alone(bad: float, device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", FP8_DEVICES)
 def test_a_compiler_sees_one_operator(device: str) -> None:
     torch.manual_seed(0)
     layer = make_experts(2, 128, 128, device)
@@ -237,6 +234,7 @@ def test_a_compiler_sees_one_operator(device: str) -> None:
 
 
 @pytest.mark.gpu
+@WITHOUT_FP8
 def test_a_graph_computes_the_same() -> None:
     torch.manual_seed(0)
     layer = make_experts(4, 256, 128, "cuda")

@@ -20,7 +20,7 @@ from peagle.kernels.linear.fp8_linear import (
 )
 from peagle.kernels.linear.packed_linear import packed_linear
 from peagle.kernels.linear.packed_weights import PackedWeight, make_fp8
-from tests.kernels.devices import DEVICES, compile_for_card
+from tests.kernels.devices import DEVICES, FP8_DEVICES, WITHOUT_FP8, compile_for_card
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -71,14 +71,7 @@ def test_quantises_as_torch(dtype: torch.dtype, device: str) -> None:
     assert len(rows.q) == 16 and rows.dequantise().shape == x.shape
 
 
-@pytest.fixture
-def device_can(device: str) -> None:
-    if device == "cuda" and (reason := fp8_obstacle(torch.device("cuda"))):
-        pytest.skip(reason)
-
-
-@pytest.mark.usefixtures("device_can")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", FP8_DEVICES)
 @pytest.mark.parametrize("rows", [1, 3, 17, 130])
 def test_products_of_the_same_numbers(rows: int, device: str) -> None:
     torch.manual_seed(rows)
@@ -95,8 +88,7 @@ def test_products_of_the_same_numbers(rows: int, device: str) -> None:
     assert distance(found, F.linear(x.double(), plain(weight)) + added) < 2**-4
 
 
-@pytest.mark.usefixtures("device_can")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", FP8_DEVICES)
 @pytest.mark.parametrize("rows", [5, 140])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_rows_stay_alone(bad: float, rows: int, device: str) -> None:
@@ -115,8 +107,7 @@ def test_bad_rows_stay_alone(bad: float, rows: int, device: str) -> None:
     assert torch.equal(found[others], expected[others])
 
 
-@pytest.mark.usefixtures("device_can")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", FP8_DEVICES)
 def test_takes_rows_that_are_not_contiguous(device: str) -> None:
     torch.manual_seed(0)
     weight = make_weight(128, 128, device)
@@ -135,10 +126,9 @@ def test_the_library_reads_scales_in_fours() -> None:
 
 
 @pytest.mark.gpu
+@WITHOUT_FP8
 @pytest.mark.parametrize("k", [640, 1024])
 def test_the_library_computes_the_same(k: int) -> None:
-    if reason := fp8_obstacle(torch.device("cuda")):
-        pytest.skip(reason)
     torch.manual_seed(0)
     weight = make_weight(N, k, "cuda")
     x = quantise(torch.randn(131, k, device="cuda", dtype=torch.bfloat16))
@@ -147,8 +137,7 @@ def test_the_library_computes_the_same(k: int) -> None:
     assert distance(fp8_product(*given), fp8_product_reference(*given).double()) < 5e-3
 
 
-@pytest.mark.usefixtures("device_can")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", FP8_DEVICES)
 def test_few_rows_keep_their_activations(device: str) -> None:
     torch.manual_seed(0)
     weight, dtype = make_weight(N, K, device), torch.float32 if device == "cpu" else torch.bfloat16
@@ -186,10 +175,9 @@ def test_the_operator_is_what_it_says(device: str) -> None:
 
 
 @pytest.mark.gpu
+@WITHOUT_FP8
 @pytest.mark.parametrize("rows", [1, 17, 130])
 def test_a_graph_computes_the_same(rows: int) -> None:
-    if reason := fp8_obstacle(torch.device("cuda")):
-        pytest.skip(reason)
     torch.manual_seed(rows)
     weight = make_weight(N, 1024, "cuda")
     x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
