@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
-from common import run_guarded, take_turns, write_result
+from common import concurrencies, run_guarded, take_turns, write_result
 
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.cli.setup import quiet_libraries, set_threads
@@ -84,7 +84,7 @@ def main() -> None:
     args = parser().parse_args()
     quiet_libraries()
     set_threads(args.threads)
-    concurrencies = [int(one) for one in args.conc.split(",")]
+    loads = concurrencies(args.conc)
     sets = args.set.split(",")
     if unknown := set(sets) - set(PROMPT_SETS):
         sys.exit(f"error: --set names {min(unknown)!r}; there are {', '.join(PROMPT_SETS)}.")
@@ -98,7 +98,7 @@ def main() -> None:
         first = re.compile("[ =]")
         every = {name: one for name, one in every.items() if wanted & {name, first.split(name)[0]}}
     is_chat = bool(getattr(load_tokenizer(args.target), "chat_template", None))
-    llms = build_llms(target, every, max_num_seqs=max(concurrencies))
+    llms = build_llms(target, every, max_num_seqs=max(loads))
     backends = {name: EngineBackend(llm) for name, llm in llms.items()}
     clock = clock_of(target.device)
     found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {name: {} for name in sets}
@@ -108,7 +108,7 @@ def main() -> None:
             max_tokens=args.max_new_tokens, ignore_eos=True, temperature=float(temperature)
         )
         here = found[name][temperature] = {"by_concurrency": {}, "before_loops": {}}
-        for concurrency in concurrencies:
+        for concurrency in loads:
             count = max(args.prompts, args.waves * concurrency)
             prompts = islice(cycle(load_prompt_set(name, count)), count)
             requests = [

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import run_guarded, take_turns
+from common import concurrencies, run_guarded, take_turns, write_result
 
 from peagle.bundled import BUNDLED_TARGET
 from peagle.cli.setup import quiet_libraries, set_threads
@@ -45,15 +45,15 @@ def main() -> None:
     args = options.parse_args()
     quiet_libraries()
     set_threads(args.threads)
-    concurrencies = [int(one) for one in args.conc.split(",")]
+    loads = concurrencies(args.conc)
     result = json.loads(args.tune.read_text(encoding="utf-8"))
     target = load_target(args.target, EngineConfig(dtype=args.dtype, device=args.device))
-    llms = build_llms(target, ways(result), max_num_seqs=max(concurrencies))
+    llms = build_llms(target, ways(result), max_num_seqs=max(loads))
     backends = {name: EngineBackend(llm) for name, llm in llms.items()}
     clock = clock_of(target.device)
     params = SamplingParams(max_tokens=args.max_new_tokens, ignore_eos=True)
     found: dict[str, Any] = {}
-    for concurrency in concurrencies:
+    for concurrency in loads:
         prompts = load_prompt_set("humaneval", max(4, 2 * concurrency))
         requests = [Request(one.id, one.text, params) for one in prompts]
         speeds: dict[str, list[float]] = {name: [] for name in backends}
@@ -67,18 +67,14 @@ def main() -> None:
             }
             for name, values in speeds.items()
         }
-    print(
-        json.dumps(
-            {
-                "schedule": result["schedule"],
-                "best_single_k": result["best_single_k"],
-                "repeats": args.repeats,
-                "by_concurrency": found,
-                "environment": environment(target.device),
-            },
-            indent=2,
-        )
-    )
+    figures = {
+        "schedule": result["schedule"],
+        "best_single_k": result["best_single_k"],
+        "repeats": args.repeats,
+        "by_concurrency": found,
+        "environment": environment(target.device),
+    }
+    write_result(figures, None)
 
 
 def ways(result: dict[str, Any]) -> dict[str, SpeculativeConfig | None]:

@@ -231,7 +231,6 @@ def test_parts_of_a_step_are_those_of_the_time_between(throughput: ModuleType) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--conc 1,,4", "--conc is '1,,4'; expected numbers"),
         ("--conc 4,0", "--conc is [4, 0]; expected numbers of at least 1"),
         ("--method peagle --k 3 --al 4.5", "--al is 4.5; expected 1 to 4"),
         ("--method peagle --al nan", "--al is nan; expected 1 to 8"),
@@ -272,9 +271,11 @@ def test_the_hosts_share_of_a_step(
     assert 0 < found["step_us"] < 1e6
 
 
-def test_a_mistake_ends_the_process_with_status_2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["throughput.py", "nodes.py", "schedule.py x"])
+def test_a_mistake_ends_the_process_with_status_2(words: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--conc", "1,x"],
+        [sys.executable, *words.split(), "--conc", "1,x"],
+        cwd=FOLDER,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,

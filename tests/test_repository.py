@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from browsing import opened_pages
-from machine_speed import KEEPS_BYTECODE
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
@@ -52,7 +51,8 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path, "NO_COLOR": "1", **KEEPS_BYTECODE},
+        # Python keeps the bytecode of what it imports.
+        env=os.environ | {"PYTHONPATH": path, "NO_COLOR": "1", "PYTHONDONTWRITEBYTECODE": ""},
         capture_output=True,
         text=True,
         timeout=120,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ def run_jobs(
     """Run commands in their order, the next one where a place is free.
 
     At the deadline those that run are interrupted (Ctrl-C, then killed), and no other begins. One
-    that had all its seconds is interrupted before.
+    that had all its seconds is interrupted before. SIGTERM interrupts them too, and then ends this
+    process.
 
     Args:
         jobs: each name once.
@@ -83,6 +85,7 @@ def run_jobs(
     codes: dict[str, int | None] = {job.name: None for job in jobs}
     waiting, free, running = list(jobs), list(range(len(places))), []
     cores = shares(available_cores(), len(places))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         while waiting or running:
             left = seconds - (time.monotonic() - started)
@@ -113,6 +116,7 @@ def run_jobs(
             time.sleep(POLL_S)
     finally:
         _interrupt(running)
+        signal.signal(signal.SIGTERM, before)
     return codes
 
 

@@ -181,7 +181,7 @@ def test_mistakes_are_told(
     peagle: Peagle, pair: Pair, tmp_path: Path, unchecked: None, name: str
 ) -> None:
     options, text = MISTAKES[name]
-    record(tmp_path / "traffic", pair.target, some(110 if name == "set" else 60))
+    record(tmp_path / "traffic", pair.target, some(60))
     result = on_tiny(peagle, pair, tmp_path, *options)
     assert result.status == 2 and text in result.err, result.err
     assert [path.name for path in tmp_path.iterdir()] == ["traffic"]

@@ -361,6 +361,7 @@ def test_failing_requests_are_told(peagle: Peagle, tmp_path: Path) -> None:
         (("--no-chat-template", "--thinking"), "no thinking mode"),
         (("--extra-body", "[]"), "is not a JSON object"),
         (("--extra-body", '{"top_k": 20}'), "which has no effect without a server; add --endpoint"),
+        (("--extra-body", "{}"), "--extra-body is {}, which has no effect without a server"),
         (("--turns", "0"), "--turns is '0'; expected a whole number of at least 1, or all"),
         (("--turns", "both"), "--turns is 'both'; expected a whole number"),
         (("--set", "mt_bench", "--turns", 3), "no prompt of 'mt_bench' has more than 2 turns"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -359,8 +360,9 @@ def test_sources_that_cannot_be_read_exit_with_2(
     assert "'part/a.jsonl' cannot be read: No such file" in prepared("part")
     assert "it holds nothing" in prepared("empty")
     denied = PermissionError(errno.EACCES, "Permission denied", "unread")
-    monkeypatch.setattr(Path, "iterdir", Mock(side_effect=denied))
-    assert "'unread' cannot be used: Permission denied. Correct the path." in prepared("unread")
+    for owner, name, source in ((os, "scandir", "part"), (Path, "iterdir", "unread")):
+        monkeypatch.setattr(owner, name, Mock(side_effect=denied))
+        assert "'unread' cannot be used: Permission denied. Correct the path." in prepared(source)
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["chat", "--target", "./model"], "'./model' has no chat template"),
     (["serve", "--port", "PORT"], install_extra("serve")),
     (["serve", "--target", "./none"], "target model 'none' is not there"),
+    (["serve", "--correction", "sql=./none"], "'sql' is './none', which is not there"),
     (["serve", "--compare-draft", "./none"], "EAGLE-3 head 'none' is not there"),
     (["serve", "--chat-template", "none.jinja"], "'none.jinja' cannot be read"),
     (["eval", *OWN], "target model 'none' is not there"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from math import log
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,12 @@ def test_a_greedy_server_is_asked_for_greedy_answers_alone(certify: Any) -> None
     assert any(expected in note for note in found.notes) and expected in text.replace("\n", " ")
 
 
-def test_a_second_server_is_the_reference(certify: Any) -> None:
+@pytest.mark.parametrize("models", [[{"id": "m"}], [{"id": "other"}], None])
+def test_a_second_server_is_the_reference(certify: Any, models: Any) -> None:
     plain = ToyServer(has_ids=True)
-    with endpoint(plain.script()) as url:
-        status, found, text = certify(ToyServer(has_ids=True), "--reference-endpoint", url)
+    with endpoint(replace(plain.script(), models=models)) as url:
+        options = ("--model", "m", "--reference-endpoint", url)
+        status, found, text = certify(ToyServer(has_ids=True), *options)
     assert status == 0, text
     assert found.settings["compared_with"] == url
     assert plain.num_answers >= 11, "3 first tokens and 8 answers"

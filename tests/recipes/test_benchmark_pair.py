@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import re
+import signal
 import sys
 import tarfile
 import time
@@ -293,6 +294,15 @@ def test_a_job_that_had_its_seconds_leaves_its_place(tmp_path: Path) -> None:
     codes = run_jobs(jobs, [""], tmp_path, 60, lines.append)
     assert codes == {"endless": None, "next": 0}
     assert "endless had its 0.5 seconds: interrupted" in lines
+
+
+def test_sigterm_interrupts_and_ends_the_process(tmp_path: Path) -> None:
+    job = python("one", "os.kill(os.getppid(), signal.SIGTERM); time.sleep(9)")
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with pytest.raises(SystemExit, match="143"):
+        run_jobs([job], [""], tmp_path, 60)
+    assert "KeyboardInterrupt" in (tmp_path / "one.log").read_text()
+    assert signal.signal(signal.SIGTERM, before) is signal.SIG_IGN
 
 
 # ---- one report -------------------------------------------------------------------------------

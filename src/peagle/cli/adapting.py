@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from peagle.data.readers import DropCounts
     from peagle.data.traffic import RecordedTurn
     from peagle.evaluation.adaptation import AcceptanceChange, OwnOutputs
+    from peagle.training.adaptation import Adaptation
 
 REFUSED = 3  # exit status
 _HELD_OUT_SHARE = 0.1
@@ -185,7 +186,7 @@ def refuse(result: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AdaptPlan:
-    """The models, found, the traffic with the cipher of its records, and the output."""
+    """The models, found, the traffic with the cipher of its records, the output, the training."""
 
     head: Path
     target: Path
@@ -196,6 +197,7 @@ class AdaptPlan:
     engine: EngineConfig
     engine_options: dict[str, Any]
     cipher: Any
+    adaptation: Adaptation
 
 
 def _plan(
@@ -221,9 +223,22 @@ def _plan(
     target, head = resolve_model(places.target), resolve_model(places.head, role="draft")
     set_threads(given.value("threads"))
     quiet_libraries()
-    from peagle.training.adaptation import check_adaptable
+    from peagle.engine.placement import resolve_device
+    from peagle.training.adaptation import Adaptation, check_adaptable
 
     depth = check_adaptable(head, options.what).trained_depth
+    adaptation = Adaptation(
+        options.what,
+        head,
+        target,
+        resolve_device(engine.device),
+        options.seed,
+        options.minutes,
+        options.steps,
+        options.overrides or (),
+        with_correction,
+    )
+    adaptation.configs(output, options.max_length)  # refuses --set before the traffic is read
     own = {name: asdict(engine)[name] for name in settings.section("engine")}
     return AdaptPlan(
         head,
@@ -235,6 +250,7 @@ def _plan(
         engine,
         own | TARGET_DEFAULTS,
         cipher,
+        adaptation,
     )
 
 
@@ -342,9 +358,7 @@ def _adapt(
     plan: AdaptPlan, options: TrainingOptions, data: AdaptData, line: ProgressLine
 ) -> dict[str, Any]:
     """Measure, train, measure again; return the result."""
-    from peagle.engine.placement import resolve_device
     from peagle.evaluation.adaptation import AcceptanceChange, refusal
-    from peagle.training.adaptation import Adaptation
 
     result: dict[str, Any] = {
         "head": None,
@@ -364,18 +378,7 @@ def _adapt(
     output = plan.output
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as work:
-        adaptation = Adaptation(
-            options.what,
-            plan.head,
-            plan.target,
-            resolve_device(plan.engine.device),
-            options.seed,
-            options.minutes,
-            options.steps,
-            options.overrides or (),
-            plan.with_correction,
-        )
-        new, result["steps"] = adaptation.run(
+        new, result["steps"] = plan.adaptation.run(
             data.train,
             data.validation,
             data.facts,

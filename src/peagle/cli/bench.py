@@ -263,13 +263,14 @@ def _plan(given: Given, options: BenchOptions) -> BenchPlan:
     wanted = positive_number("--requests-per-second", options.requests_per_second, "20")
     thinking = thinking_mode(options.thinking, options.chat_template)
     objective = LatencyObjective.parse(options.objective) if options.objective else None
-    fields = json_object(options.extra_body, '{"top_k": 20}') if options.extra_body else {}
+    extra = options.extra_body
+    fields = {} if extra is None else json_object(extra, '{"top_k": 20}')
     endpoints = _endpoints(options.endpoint, options.model)
     is_on_vllm = vllm.is_vllm(given, flags)
-    if fields and not (endpoints or is_on_vllm):
+    if extra is not None and not (endpoints or is_on_vllm):
         raise UserError(
-            f"--extra-body is {options.extra_body}, which has no effect without a server; add "
-            "--endpoint NAME=URL, or leave --extra-body out."
+            f"--extra-body is {extra}, which has no effect without a server; add --endpoint "
+            "NAME=URL, or leave --extra-body out."
         )
     if is_on_vllm and groups.TREES in given:
         raise UserError(

@@ -608,9 +608,7 @@ def _certify_server(plan: AcceptancePlan, certificate: ServedOptions) -> bool:
     server = ScoringServer(backend, template)
     reference = server
     if (url := options.reference_endpoint) is not None:
-        second = EndpointBackend(url, option="--reference-endpoint")
-        if backend.model in second.models:
-            second = EndpointBackend(url, backend.model, option="--reference-endpoint")
+        second = EndpointBackend(url, backend.model, or_first=True, option="--reference-endpoint")
         reference = ScoringServer(second, template)
     if output is not None:
         make_folder(output)

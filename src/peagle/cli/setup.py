@@ -132,11 +132,17 @@ class Setup:
         return found
 
     def check_paths(self, chat_template: str | None = None) -> None:
-        """Refuse missing models, a missing template and a missing package."""
+        """Refuse missing models and corrections, a missing template and a missing package."""
         if self.params.structured_output is not None:
             require_package("xgrammar", "grammar", "Structured output")
         head = self.speculative and self.speculative.model
         check_paths(self.target, head, chat_template=chat_template)
+        for name, source in self.speculative.corrections if self.speculative else ():
+            if not Path(source).expanduser().exists():
+                raise UserError(
+                    f"The correction {name!r} is {source!r}, which is not there; name a file "
+                    "correction.st or its folder."
+                )
 
     def note_plain_decoding(self) -> None:
         """Tell the user that the engine decodes plainly without a head."""

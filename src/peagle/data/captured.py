@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,8 +33,15 @@ def captured_files(folder: Path) -> list[Path]:
 
     Raises:
         UserError: one cannot be read.
+        OSError: a folder cannot be read.
     """
-    files = sorted(one for one in folder.rglob("*.jsonl") if not one.is_dir())
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    walked = os.walk(folder, onerror=refuse) if folder.is_dir() else ()
+    found = (Path(place, name) for place, _, names in walked for name in names)
+    files = sorted(one for one in found if one.name.endswith(".jsonl"))
     return files if any(map(_begins_with_call, files)) else []
 
 

@@ -44,6 +44,7 @@ class EndpointBackend:
     Args:
         url: like http://127.0.0.1:8000, with or without /v1 at its end.
         model: the server's name of the model; None takes the first that the server lists.
+        or_first: take the first too where the server lists models, and `model` is none of them.
         api_key: None takes the variable PEAGLE_API_KEY, else OPENAI_API_KEY, else none.
         extra_body: further fields of every request, over those of its parameters.
         report: ask our server for the drafts of every step, which costs it a little time.
@@ -64,6 +65,7 @@ class EndpointBackend:
         url: str,
         model: str | None = None,
         *,
+        or_first: bool = False,
         api_key: str | None = None,
         extra_body: Mapping[str, Any] | None = None,
         report: bool = True,
@@ -86,7 +88,9 @@ class EndpointBackend:
                 f"{url} lists no models; name the one to ask (--model), or correct {option}."
             )
         if model is not None and listed and model not in listed:
-            raise self._no_model(model)
+            if not or_first:
+                raise self._no_model(model)
+            model = None
         self.model = self.models[0] if model is None else model
         self.facts = listed.get(self.model, {})
 

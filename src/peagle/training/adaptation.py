@@ -2,7 +2,7 @@
 
 import gc
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,12 +68,33 @@ class Adaptation:
             UserError: head, target or configuration are not usable.
         """
         self._free()
-        config = read_head(self.head).config
-        files = {"train": work / "train.safetensors", "validation": work / "validation.safetensors"}
-        for name, collected in (("train", train), ("validation", validation)):
-            collected.write(files[name], facts)
         longest = max(map(len, (*train.tokens, *validation.tokens)))
-        data = {name: str(file) for name, file in files.items()} | {
+        configs = self.configs(work, longest)
+        for name, collected in (("train", train), ("validation", validation)):
+            collected.write(work / f"{name}.safetensors", facts)
+        head, steps = work / "head", {}
+        if self.what == "correction":
+            head.mkdir()
+            for file in self.head.iterdir():
+                if file.is_file() and file.name != LOCK_NAME:
+                    shutil.copyfile(file, head / file.name)  # not its mode: it may be read-only
+        head_share = 1.0 if len(configs) == 1 else _HEAD_SHARE
+        for what, config in configs.items():
+            share = head_share if what == self.what else 1 - head_share
+            steps[what] = self._train(what, config, self.minutes * share, begin, stepped)
+        return head, steps
+
+    def configs(self, work: Path, longest: int) -> dict[What, TrainConfig]:
+        """Return the configuration of each training in a folder, in their order.
+
+        Args:
+            longest: most tokens of a sample, or more.
+
+        Raises:
+            UserError: the head or one of `overrides` is not usable.
+        """
+        config = read_head(self.head).config
+        data = {name: str(work / f"{name}.safetensors") for name in ("train", "validation")} | {
             "max_length": max(longest, 8),
             "batch_tokens": max(_BATCH_TOKENS.get(self.device.type, 8192), longest + _ROW_MULTIPLE),
             "length_multiple": _ROW_MULTIPLE,
@@ -93,38 +114,29 @@ class Adaptation:
                 "save_every": 1 << 30,
             },
         }
-        head, steps = work / "head", {}
-        minutes = self.minutes
-        own: dict[str, Any]
+        runs: dict[What, dict[str, Any]] = {}
+        own: dict[str, Any] = {"on": str(work / "head"), "start": "fresh"}
         if self.what == "head":
-            is_corrected = config.is_parallel and self.with_correction
-            if is_corrected:
-                minutes *= _HEAD_SHARE
-            run = {"output": str(work), "head": {"init": str(self.head)}, "optimizer": {"steps": 1}}
-            steps["head"] = self._train("head", {**base, **run}, minutes, begin, stepped)
-            if not is_corrected:
-                return head, steps
-            minutes, own = self.minutes * (1 - _HEAD_SHARE), {"start": "fresh"}
+            init = {"init": str(self.head)}
+            runs["head"] = {"output": str(work), "head": init, "optimizer": {"steps": 1}}
         else:
-            head.mkdir()
-            for file in self.head.iterdir():
-                if file.is_file() and file.name != LOCK_NAME:
-                    shutil.copyfile(file, head / file.name)  # not its mode: it may be read-only
-            own = {"start": "present", **_sizes(self.head, config)}
-        run = {"output": str(work / "correction"), "correction": {"on": str(head), **own}}
-        steps["correction"] = self._train("correction", {**base, **run}, minutes, begin, stepped)
-        return head, steps
+            own |= {"start": "present", **_sizes(self.head, config)}
+        if self.what == "correction" or (config.is_parallel and self.with_correction):
+            runs["correction"] = {"output": str(work / "correction"), "correction": own}
+        return {
+            what: TrainConfig.of(base | run, self.overrides, source=f"--what {self.what}")
+            for what, run in runs.items()
+        }
 
     def _train(
         self,
         what: What,
-        data: Mapping[str, Any],
+        config: TrainConfig,
         minutes: float,
         begin: Callable[[str], None],
         stepped: Callable[[int, int], None],
     ) -> int:
         """Train by a configuration; return the number of steps."""
-        config = TrainConfig.of(dict(data), self.overrides, source=f"--what {self.what}")
         total = 0
         trainer = Trainer(config, begin=begin, stepped=lambda step: stepped(step, total))
         total = self.steps or 0
