@@ -85,9 +85,10 @@ def run_jobs(
     codes: dict[str, int | None] = {job.name: None for job in jobs}
     waiting, free, running = list(jobs), list(range(len(places))), []
     cores = shares(available_cores(), len(places))
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    terminated: list[bool] = []  # an exception could come before a command that began is noted
+    before = signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
     try:
-        while waiting or running:
+        while (waiting or running) and not terminated:
             left = seconds - (time.monotonic() - started)
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
@@ -117,6 +118,8 @@ def run_jobs(
     finally:
         _interrupt(running)
         signal.signal(signal.SIGTERM, before)
+    if terminated:
+        sys.exit(128 + signal.SIGTERM)
     return codes
 
 
