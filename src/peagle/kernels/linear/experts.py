@@ -169,9 +169,11 @@ def choose_config(
         is_low = config.kind == "wx" and rows <= 16
         return GroupedConfig(16, 32, step, two, 4, 3) if is_low else config
     split_k, most = 1, 4 if weight.format == "fp8" and config.kind == "warpgroup" else enough
-    while programs * split_k < enough and weight.num_inputs >= _MIN_INPUTS * 2 * split_k:
-        if split_k == most:
-            break
+    while (
+        split_k < most
+        and programs * split_k < enough
+        and weight.num_inputs >= _MIN_INPUTS * 2 * split_k
+    ):
         split_k *= 2
     return replace(config, split_k=split_k)
 
@@ -459,23 +461,14 @@ def experts_in_fp8(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chosen
     """
     rows = quantise(x_TH.contiguous())
     if x_TH.device.type == "cpu":
-        x_SH = rows.dequantise().repeat_interleave(chosen, 0)
-        inner_SI = experts.gate(_one_by_one(x_SH, experts.gate_up, index_S))
-        rows = quantise(inner_SI.to(x_TH.dtype)).dequantise()
-        return _one_by_one(rows, experts.down, index_S).to(x_TH.dtype)
+        of_up, of_down = (experts.gate_up, None, experts.gate), (experts.down, None, None)
+        inner_SI = grouped_product_reference(rows.dequantise(), *of_up, index_S)
+        rows = quantise(inner_SI.to(x_TH.dtype))
+        return grouped_product_reference(rows.dequantise(), *of_down, index_S).to(x_TH.dtype)
     plan = plan_tiles(index_S, experts.gate_up.num_experts, FP8_CONFIG.block_m)
     given: Any = {"index_S": index_S, "plan": plan, "config": FP8_CONFIG}
     inner_SI = grouped_product(rows, experts.gate_up, None, experts.gate, chosen=chosen, **given)
     return grouped_product(quantise(inner_SI), experts.down, **given)
-
-
-def _one_by_one(x_SK: Tensor, weight: PackedWeight, index_S: Tensor) -> Tensor:
-    """W x[s] of the expert of s in float32 in plain torch, [S, N], one expert after the other."""
-    out, matrices = x_SK.new_empty(len(x_SK), weight.num_outputs), weight.unpack(torch.float32)
-    for expert in index_S.unique().tolist():
-        own = index_S == expert
-        out[own] = F.linear(x_SK[own], matrices[expert])
-    return out
 
 
 def _epilogue(

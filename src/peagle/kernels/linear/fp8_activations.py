@@ -35,11 +35,14 @@ class QuantisedRows:
     scale: Tensor
     num_rows: int
 
+    def in_tiled_order(self) -> Tensor:
+        """Return the numbers in float32, [M, K], in the order of `tiled_inputs`."""
+        return (self.q.float() * self.scale.T.repeat_interleave(BLOCK, 1))[: self.num_rows]
+
     def dequantise(self) -> Tensor:
         """Return the numbers in float32, [M, K], in the order of x."""
-        numbers = self.q.float() * self.scale.T.repeat_interleave(BLOCK, 1)
-        in_order = tiled_inputs(numbers.shape[1]).argsort().to(numbers.device)
-        return numbers[: self.num_rows, in_order]
+        numbers = self.in_tiled_order()
+        return numbers[:, tiled_inputs(numbers.shape[1]).argsort().to(numbers.device)]
 
 
 def tiled_inputs(k: int) -> Tensor:

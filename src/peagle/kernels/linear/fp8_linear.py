@@ -55,8 +55,6 @@ def fp8_linear(x: Tensor, numbers: Tensor, scale: Tensor, bias_N: Tensor | None 
 @cache
 def fp8_obstacle(device: torch.device) -> str | None:
     """Return why `torch.nn.functional.scaled_mm` cannot multiply with block scales here."""
-    if not hasattr(F, "scaled_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
     if device.type != "cuda":
         return "block scales need a card"
     if (capability := torch.cuda.get_device_capability(device)) != _CAPABILITY:
@@ -83,8 +81,7 @@ def fp8_product(x: QuantisedRows, numbers: Tensor, scale: Tensor) -> Tensor:
 def fp8_product_reference(x: QuantisedRows, numbers: Tensor, scale: Tensor) -> Tensor:
     """Compute `fp8_product` in float32 in plain torch."""
     spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    rows = x.q.float() * x.scale.T.repeat_interleave(BLOCK, 1)
-    return F.linear(rows[: x.num_rows], numbers.float() * spread)
+    return F.linear(x.in_tiled_order(), numbers.float() * spread)
 
 
 def numbers_of(weight: PackedWeight) -> Tensor:

@@ -122,13 +122,15 @@ def _load_words(row_ptrs, k, FORMAT: gl.constexpr, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def _copy_words(tile, row_ptrs, number, is_there, COPY: gl.constexpr):
-    """Let the words of a numbered tile come to shared memory, [rows, width]; zeros where there is
-    none.
+def _copy_words(first, second, row_ptrs, k, end, COPY: gl.constexpr):
+    """Let the words of inputs k to k + STEP come to shared memory, two tiles of [rows, width];
+    zeros where there are none.
     """
-    width: gl.constexpr = tile.shape[1]
+    width: gl.constexpr = first.shape[1]
     i = gl.arange(0, width, layout=gl.SliceLayout(0, COPY))[None, :]
-    _async_load(tile, row_ptrs + (number * (64 * width) + i), mask=(i < width) & is_there)
+    number, is_there = k // STEP * 2, (i < width) & (k < end)
+    _async_load(first, row_ptrs + (number * (64 * width) + i), mask=is_there)
+    _async_load(second, row_ptrs + ((number + 1) * (64 * width) + i), mask=is_there)
 
 
 @gluon.jit
@@ -409,9 +411,8 @@ def packed_kernel(
     for stage in gl.static_range(STAGES - 1):
         at = begin + stage * STEP
         if THROUGH_SHARED:
-            number = at // STEP * 2
-            _copy_words(first_tiles.index(stage), word_ptrs, number, at < end, COPY)
-            _copy_words(second_tiles.index(stage), word_ptrs, number + 1, at < end, COPY)
+            first_tile, second_tile = first_tiles.index(stage), second_tiles.index(stage)
+            _copy_words(first_tile, second_tile, word_ptrs, at, end, COPY)
         if IN_FP8:
             _copy_scales(x_scales.index(stage), x_scale_ptrs, has_scale, at, end, stride_x_scale)
         _copy_x(x_tiles.index(stage), x_ptrs, is_row, at, end, X)
@@ -431,9 +432,8 @@ def packed_kernel(
         ahead = k + (STAGES - 1) * STEP
         later = gl.minimum(k + STEP, end - 1)
         if THROUGH_SHARED:
-            number = ahead // STEP * 2
-            _copy_words(first_tiles.index(free), word_ptrs, number, ahead < end, COPY)
-            _copy_words(second_tiles.index(free), word_ptrs, number + 1, ahead < end, COPY)
+            first_tile, second_tile = first_tiles.index(free), second_tiles.index(free)
+            _copy_words(first_tile, second_tile, word_ptrs, ahead, end, COPY)
         else:
             next_words = _load_words(word_ptrs, later, FORMAT, WORDS)
         if IN_FP8:
