@@ -35,7 +35,13 @@ from peagle.kernels.launch import DeviceLimits
 from peagle.kernels.linear import experts as grouped
 from peagle.kernels.linear.experts import ExpertWeights, Gate
 from peagle.kernels.linear.fp8_activations import BLOCK, QuantisedRows, quantise
-from peagle.kernels.linear.fp8_linear import fits_fp8, fp8_obstacle, fp8_product, numbers_of
+from peagle.kernels.linear.fp8_linear import (
+    MAX_OWN_ROWS,
+    fits_fp8,
+    fp8_obstacle,
+    fp8_product,
+    library_product,
+)
 from peagle.kernels.linear.packed_weights import PackedWeight, make_fp8
 from peagle.kernels.linear.router import route
 from peagle.models.drafter import DrafterMLP
@@ -203,10 +209,17 @@ class Fp8Linear(Linear):
         x = self.setting.random(tokens, self.k)
         rows = quantise(x)
         expected = cache(partial(reference, rows, self.weight.expert(0)))
-        calls: list[Call] = [
-            partial(fp8_product, rows, numbers_of(weight), weight.scale) for weight in self.packed
-        ]
-        return [quantising(x), Candidate("scaled_mm", calls, expected)], {}
+        products: dict[str, Callable[..., Tensor]] = {"scaled_mm": library_product}
+        if tokens <= MAX_OWN_ROWS:
+            products["gluon"] = fp8_product
+        weights = [(weight.fp8_numbers(), weight.scale) for weight in self.packed]
+        return [
+            quantising(x),
+            *(
+                Candidate(name, [partial(call, rows.q, rows.scale, *w) for w in weights], expected)
+                for name, call in products.items()
+            ),
+        ], {}
 
 
 def fp8_bytes(n: int, k: int) -> int:
@@ -476,7 +489,7 @@ class ExpertProduct(Layer):
             reason = "needs a card of compute capability 9.0"
         if reason:
             return [], reasons | {"gluon": reason}
-        rows, config = quantise(x), grouped.FP8_CONFIG
+        rows, config = quantise(x, is_tiled=True), grouped.FP8_CONFIG
         routings = self.problem.routings(tokens)
         expected = cache(
             partial(

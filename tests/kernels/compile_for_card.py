@@ -30,11 +30,13 @@ from peagle.kernels.drafts import draw_triton as drafts_draw_triton
 from peagle.kernels.launch import DeviceLimits, power_of_two
 from peagle.kernels.linear import (
     experts_triton,
-    fp8_linear_triton,
+    fp8_activations_triton,
+    fp8_linear_gluon,
     packed_gluon,
     packed_weights_triton,
 )
 from peagle.kernels.linear.experts import FP8_CONFIG, GroupedConfig, max_registers
+from peagle.kernels.linear.fp8_linear import choose_linear_config
 from peagle.kernels.linear.packed_weights import FORMATS
 from peagle.kernels.sampling import (
     draw_triton,
@@ -301,16 +303,32 @@ def plans() -> dict[str, dict[str, Any]]:
 
 
 def fp8() -> dict[str, dict[str, Any]]:
-    """Quantising of activations, and numbers out of tiles."""
+    """Quantising of activations, and products with rows of weights."""
     types = {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "x_ptr": "*bf16"}
-    constants: dict[str, Any] = {"ROWS": 4, "LARGEST": 448.0}
-    kernel, options = fp8_linear_triton.quantise_kernel, {"num_warps": 4}
+    constants: dict[str, Any] = {"BLOCKS": 16, "SMALLEST": 1e-10, "LARGEST": 448.0}
+    kernel = fp8_activations_triton.quantise_kernel
     found = {
-        "quantise": compile_kernel(kernel, ASTSource, types, constants, options, ("num_rows",))
+        f"quantise, tiled {is_tiled}": compile_kernel(
+            *(kernel, ASTSource, types),
+            {**constants, "TILED": is_tiled, "GATED": not is_tiled},
+            {"num_warps": 4},
+            ("num_blocks",),
+        )
+        for is_tiled in (False, True)
     }
-    types = dict.fromkeys(("out_ptr", "w_ptr"), "*i32")
-    kernel = fp8_linear_triton.numbers_kernel
-    found["numbers"] = compile_kernel(kernel, ASTSource, types, {"ROWS": 16}, options, ())
+    types = dict.fromkeys(("x_scale_ptr", "scale_ptr", "partial_ptr"), "*fp32")
+    types |= dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv")
+    types |= {"out_ptr": "*bf16", "arrivals_ptr": "*i32"}
+    kernel = fp8_linear_gluon.linear_kernel
+    for rows in (16, 64):
+        cut = choose_linear_config(rows, 4096, 4096)
+        constants = {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "SPLIT_K": cut.split_k}
+        constants["STAGES"] = cut.num_stages
+        options = {"num_warps": cut.num_warps}
+        loose = ("num_rows", "stride_scale_row")
+        found[f"product of {rows}"] = compile_kernel(
+            kernel, GluonASTSource, types, constants, options, loose
+        )
     return found
 
 

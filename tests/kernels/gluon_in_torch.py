@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 GLUON = "triton.experimental.gluon"
+SHARED = "peagle.kernels.linear.hopper_gluon"  # by all of our kernels
 WORD = 1 << 32
 
 
@@ -155,8 +156,8 @@ def is_tensor(*values: Any) -> bool:
     return any(isinstance(value, Tensor) for value in values)
 
 
-def multiply(a: Tensor, b: Any, acc: Tensor, use_acc: bool = True, **_: Any) -> Tensor:
-    b = b.values if isinstance(b, Shared) else b
+def multiply(a: Any, b: Any, acc: Tensor, use_acc: bool = True, **_: Any) -> Tensor:
+    a, b = (tile.values if isinstance(tile, Shared) else tile for tile in (a, b))
     return a.float() @ b.float() + (acc if use_acc else 0)
 
 
@@ -221,7 +222,7 @@ def launcher_of(name: str, kernel: str) -> Callable[..., None]:
     warpgroup = SimpleNamespace(
         fence_async_shared=nothing,
         warpgroup_mma=multiply,
-        warpgroup_mma_wait=lambda _, deps: deps,
+        warpgroup_mma_wait=lambda _, deps: deps if len(deps) > 1 else deps[0],
     )
     nvidia = f"{GLUON}.language.nvidia"
     modules: dict[str, Any] = {
@@ -230,16 +231,18 @@ def launcher_of(name: str, kernel: str) -> Callable[..., None]:
         f"{nvidia}.ampere": SimpleNamespace(async_copy=copies, mma_v2=multiply),
         f"{nvidia}.hopper": warpgroup,
     }
-    found = find_spec(name)
-    assert found is not None and found.origin is not None
-    source = Path(found.origin).read_text().replace("out.type.layout", "None")
-    source = source.replace(".to(gl.float8e4nv, bitcast=True)", ".view(gl.float8e4nv)")
-    module: dict[str, Any] = {"range": lambda *ends: range(*map(int, ends)), "__name__": name}
     with patch.dict(sys.modules, modules):
-        exec(compile(source, found.origin, "exec"), module)
+        shared = SimpleNamespace(**_run(SHARED, {}))
+        with patch.dict(sys.modules, {SHARED: shared}):
+            module = _run(name, {"range": lambda *ends: range(*map(int, ends))})
 
     def launch(
-        _: Any, size: tuple[int, ...], *arguments: Any, num_warps: int, maxnreg: int, **options: Any
+        _: Any,
+        size: tuple[int, ...],
+        *arguments: Any,
+        num_warps: int,
+        maxnreg: int = 0,
+        **options: Any,
     ) -> None:
         grid.size, grid.num_warps = size, num_warps
         values = [Pointer(memory_of(a)) if isinstance(a, Tensor) else a for a in arguments]
@@ -247,6 +250,17 @@ def launcher_of(name: str, kernel: str) -> Callable[..., None]:
             module[kernel](*values, **options)
 
     return launch
+
+
+def _run(name: str, module: dict[str, Any]) -> dict[str, Any]:
+    """Run the source of a module of Gluon; return its names."""
+    found = find_spec(name)
+    assert found is not None and found.origin is not None
+    source = Path(found.origin).read_text().replace("out.type.layout", "None")
+    source = source.replace(".to(gl.float8e4nv, bitcast=True)", ".view(gl.float8e4nv)")
+    module["__name__"] = name
+    exec(compile(source, found.origin, "exec"), module)
+    return module
 
 
 def memory_of(tensor: Tensor) -> Tensor:

@@ -15,12 +15,13 @@ from peagle import LLM
 from peagle.attention.torch_backend import DenseCausalAttention
 from peagle.errors import UserError
 from peagle.kernels.linear import experts as experts_module
-from peagle.kernels.linear import fp8_linear
+from peagle.kernels.linear import fp8_activations, fp8_linear
 from peagle.kernels.linear.experts import ExpertWeights
 from peagle.kernels.linear.fp8_linear import MIN_ROWS
 from peagle.models.acceleration import accelerate_target
 from peagle.models.fp8_layers import device_obstacle, experts_obstacle, multiplies_fp8
 from peagle.models.fusion import FusedPackedLinear, fuse
+from peagle.models.gated_mlps import GatedMLP, use_gated_mlps
 from peagle.models.packed_layers import PackedLinear, experts_of
 from peagle.models.packed_loading import load_packed
 from peagle.models.quantization import quantization_of
@@ -81,7 +82,7 @@ class DynamicLinear(nn.Module):
 def exact_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantise in torch on a CPU: the interpreter drops the carry of some numbers."""
     if INTERPRETED:
-        monkeypatch.setattr(fp8_linear, "quantise", quantise_in_torch)
+        monkeypatch.setattr(fp8_activations, "quantise", quantise_in_torch)
         monkeypatch.setattr(experts_module, "quantise", quantise_in_torch)
 
 
@@ -143,7 +144,7 @@ def test_logits_are_those_of_dynamic_quantisation(
     assert len(in_fp8(model)) == len(layers_of(model, PackedLinear)) == 7
     found = logits(model)
     # On a card sums differ in their last bits, and a few inputs round to the next number of FP8.
-    assert distance(found, expected) < (1e-4 if device == "cpu" else 3e-2)
+    assert distance(found, expected) < (1e-4 if device == "cpu" else 5e-2)
     assert 1e-2 < distance(found, plain) < 0.1, "the rounding of activations shows"
     assert not any("_proj" in name for name, _ in model.named_parameters())
 
@@ -251,9 +252,10 @@ def test_experts_multiply_fp8_activations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     write(tmp_path, make_mixture())
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = load(tmp_path, device=device)
+        model = load(tmp_path, device=device, dtype=dtype)
     layers = [module.expert_weights for module in experts_of(model)]
     assert len(layers) == 2 and all(layer.fp8_activations for layer in layers)
     assert len(in_fp8(model)) == 8, "q, k, v and o of both layers"
@@ -264,7 +266,7 @@ def test_experts_multiply_fp8_activations(
 
     many, few = run(40), run(31)
     monkeypatch.setattr("peagle.models.packed_layers.run_experts", experts_in_torch)
-    assert distance(many, run(40)) < (1e-3 if device == "cpu" else 2e-2)
+    assert distance(many, run(40)) < (1e-3 if device == "cpu" else 4e-2)
     assert distance(few, run(31)) > (1e-3 if device == "cpu" else 0)
 
 
@@ -343,6 +345,15 @@ def test_a_loaded_target_has_its_activations(target_folder: Path) -> None:
         LLM(model=target, fp8_activations="auto")
 
 
+@needs_interpreter
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "quick_gelu", "relu"])
+def test_only_swiglu_is_joined_with_the_rounding(activation: str, tmp_path: Path) -> None:
+    write(tmp_path, make(hidden_act=activation))
+    model = load(tmp_path)
+    fuse(model)
+    assert use_gated_mlps(model) == 0
+
+
 @pytest.mark.slow
 @needs_interpreter
 def test_compiled_layers_compute_the_same(tmp_path: Path) -> None:
@@ -351,5 +362,7 @@ def test_compiled_layers_compute_the_same(tmp_path: Path) -> None:
     before = passes(target)
     torch._dynamo.reset()
     compiled = accelerate_target(target, [4], backend="eager")
+    mlps = [m for m in target.model.modules() if isinstance(m, GatedMLP)]
+    assert len(mlps) == 4 and use_gated_mlps(target.model) == 0
     assert largest_difference(passes(target), before) < 1e-5
     assert compiled.left == {}

@@ -239,8 +239,9 @@ class LLMEngine:
             sizes = graph_sizes(config.max_num_seqs, plan.depth.possible)
             plan.depth.measure(sizes, graphs.time_step)
         self.scheduler.max_prompts = MAX_SEQUENCES
-        if graphs.most_prompt_tokens is not None:
-            self.scheduler.prompt_budget.limit(graphs.most_prompt_tokens)
+        if (of_prompts := self.runner.passes.graphs) is not None:
+            most = config.max_num_batched_tokens
+            self.scheduler.prompt_budget.limit(of_prompts.most_rows(most) or most)
         return Pipeline(
             graphs, self.scheduler, self._append_tokens, self._set_drafts, self._prepare_grammars
         )

@@ -16,6 +16,7 @@ import torch
 from peagle.models.compilation import CompiledLayers, cache_compiled_code, compile_layers
 from peagle.models.drafter import Drafter
 from peagle.models.fusion import fuse
+from peagle.models.gated_mlps import use_gated_mlps
 from peagle.models.packed_layers import use_experts
 from peagle.models.routers import use_routers
 from peagle.models.skinny import use_skinny
@@ -66,6 +67,7 @@ def accelerate_target(
             use_experts(target.model)
             use_routers(target.model)
         fuse(target.model)
+        use_gated_mlps(target.model)
         _use_skinny(target.model, backend, max_skinny_rows)
         target.compiled = _compile(target.model, num_rows, backend)
         decoder: Any = target.model.get_decoder()

@@ -32,7 +32,8 @@ class PackedLinear(nn.Module):
         packed: the weight, [N, K].
         bias: [N] or None.
         input_order: the input that each column of the weight multiplies; None: in order.
-        numbers: `fp8_linear.numbers_of` the weight, if x is rounded to FP8 where it has many rows.
+        numbers: `PackedWeight.fp8_numbers` of the weight, if x is rounded to FP8 where it has many
+            rows.
     """
 
     packed: PackedWeight
@@ -72,6 +73,14 @@ class PackedLinear(nn.Module):
         if self.input_order is not None:
             x = x[..., self.input_order]
         return packed_linear(x, self.packed, self.bias, self.numbers)
+
+    def after_swiglu(self, gate_up: Tensor) -> Tensor:
+        """Compute the layer of silu(gate) * up.
+
+        Args:
+            gate_up: [..., 2K], all gates first; the layer has no `input_order`.
+        """
+        return packed_linear(gate_up, self.packed, self.bias, self.numbers, is_gated=True)
 
 
 def _hold(module: nn.Module, name: str, weight: PackedWeight) -> None:

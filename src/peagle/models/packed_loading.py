@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from peagle.errors import CheckpointError
 from peagle.kernels.linear.experts import ExpertWeights
-from peagle.kernels.linear.fp8_linear import numbers_of
 from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.models.fp8_layers import (
     device_obstacle,
@@ -401,7 +400,7 @@ class _Loader:
                 weight[:, found.input_order] = weight.clone()
             self._put(f"{name}.weight", weight)
         else:
-            numbers = numbers_of(found.weight) if name in self._fp8 else None
+            numbers = found.weight.fp8_numbers() if name in self._fp8 else None
             layer = PackedLinear(found.weight, bias, found.input_order, numbers=numbers)
             setattr(parent, last, layer)
 

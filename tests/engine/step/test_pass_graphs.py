@@ -131,10 +131,15 @@ def test_the_smallest_graph_runs_and_what_does_not_fit_is_refused(
         assert taken(count)
         found += sizes
     assert found == [4, 4, 8, 8, 16, 16]
-    assert passes.graphs.most_rows == 16
-    monkeypatch.setattr(_Pass, "find_least_rows", lambda own: setattr(own, "least_rows", 3))
+    assert passes.graphs.most_rows(64) == 16
+
+    def measured(one: _Pass) -> None:
+        one.least_rows, one.launch_ratio = 3, 1.5
+
+    monkeypatch.setattr(_Pass, "find_least_rows", measured)
     padded = PassGraphs(passes, lambda run: run, 16, 4, llm.target.device, **FEW_SIZES)
-    assert padded.most_rows is None, "larger passes are as fast without a graph"
+    assert padded.most_rows(23) == 16, "launching a pass takes as long as running 24 tokens"
+    assert padded.most_rows(24) is None, "larger passes are as fast without a graph"
     assert taken(3, 4) and not taken(5, 5)
     assert not taken(17)
     assert not taken(3, context_starts_B=torch.ones(1, dtype=torch.int64))

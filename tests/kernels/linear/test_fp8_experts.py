@@ -129,7 +129,7 @@ def test_products_of_the_same_numbers(
     torch.manual_seed(tokens)
     weight = make_weight(experts, n, k, device)
     x, index, _ = make_tokens(tokens, experts, chosen, k, device)
-    index_S, rows = index.view(-1), quantise(x)
+    index_S, rows = index.view(-1), quantise(x, is_tiled=True)
     plan = plan_tiles(index_S, experts, config.block_m)
     if device == "cpu":
         in_torch = launcher_of("peagle.kernels.linear.packed_gluon", "packed_kernel")
@@ -168,7 +168,7 @@ def test_experts_with_fp8_activations(
     rows = quantise_in_torch(inner_SI.to(x.dtype)).dequantise()
     expected = products(rows, layer.down, index_S)
     # Sums in another order lead some numbers between both products to the next one of FP8.
-    assert distance(found, expected) < 1e-2
+    assert distance(found, expected) < (1e-2 if device == "cpu" else 2.5e-2)
     found = (found.view(tokens, chosen, hidden) * weights[..., None]).sum(1)
     assert distance(found, run_experts_reference(x, index, weights, layer).double()) < 2**-4
 

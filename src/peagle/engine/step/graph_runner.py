@@ -234,8 +234,7 @@ def make_graph_runner(
         graphs.capture_all()
         graphs.warm_up_rules(runner.sampler.release)
         shape = capture, table_width, runner.block_size, target.device
-        runner.passes.graphs = prompt_graphs = PassGraphs(runner.passes, *shape)
-        graphs.most_prompt_tokens = prompt_graphs.most_rows
+        runner.passes.graphs = PassGraphs(runner.passes, *shape)
         if mixed_pass is not None:
             mixed_pass.passes.graphs = PassGraphs(
                 mixed_pass.passes,
@@ -480,8 +479,6 @@ class GraphRunner:
         times: device times of the steps without prompts, by the rows of the graph.
         last_k: K of the step whose tokens were read last.
         last_seconds: duration of the step whose drafts were read last.
-        most_prompt_tokens: prompts of more tokens are computed faster in several passes; None sets
-            no limit.
     """
 
     def __init__(
@@ -515,7 +512,6 @@ class GraphRunner:
         self.last_k = 0
         self.last_seconds = DecodeSeconds()
         self._last_end_ns = 0  # end of the step that was read last
-        self.most_prompt_tokens: int | None = None
 
     @property
     def draws(self) -> bool:

@@ -6,6 +6,7 @@ one.
 Shapes: B sequences, R rows of a pass, M blocks of a sequence, D drafter width.
 """
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -75,14 +76,12 @@ class PassGraphs:
             for one in self._passes:
                 one.find_least_rows()
 
-    @property
-    def most_rows(self) -> int | None:
-        """Return the rows of the largest graph, if it pays for every number of rows; else None.
-
-        Then several passes of that size are faster than a larger one, which has no graph.
+    def most_rows(self, most: int) -> int | None:
+        """Return the rows of the largest graph, if several passes of that size are faster than one
+        of `most` rows, which has no graph; else None.
         """
         largest = self._passes[-1]
-        return None if largest.least_rows else largest.num_rows
+        return largest.num_rows if largest.launch_ratio * largest.num_rows > most else None
 
     def __call__(
         self,
@@ -111,6 +110,7 @@ class _Pass:
 
     Attributes:
         least_rows: rows from which on the graph is faster than its kernels one by one.
+        launch_ratio: time in which the host launches the kernels, over the time of the graph.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class _Pass:
         has_trees: bool,
     ) -> None:
         self.num_rows = num_rows
-        self.least_rows = 0
+        self.least_rows, self.launch_ratio = 0, math.inf
         self._passes = passes
         self._batch = TargetBatch.allocate(len(tables_BM), num_rows, tables_BM.device)
         self._batch.slots_R.fill_(PADDING_SLOT)
@@ -138,13 +138,13 @@ class _Pass:
 
     def find_least_rows(self) -> None:
         """Measure the number of rows from which on the graph pays."""
-        if self.num_rows > ALWAYS_GRAPHED_ROWS and not self._is_bound_by_launches():
+        if self.num_rows <= ALWAYS_GRAPHED_ROWS or not self._tables_BM.is_cuda:
+            return
+        self.launch_ratio = self._measure_launches()
+        if self.launch_ratio <= 1:
             self.least_rows = int((1 - MAX_PADDING_SHARE) * self.num_rows)
 
-    def _is_bound_by_launches(self) -> bool:
-        """Return whether the host launches the kernels more slowly than the device runs them."""
-        if not self._tables_BM.is_cuda:
-            return True
+    def _measure_launches(self) -> float:
         seconds: list[float] = []
         for run, waits in ((self._run, False), (self._replay, True)):
             torch.cuda.synchronize()
@@ -153,7 +153,7 @@ class _Pass:
             if waits:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start_s)
-        return seconds[0] > seconds[1]
+        return seconds[0] / seconds[1]
 
     def _set_outputs(self) -> None:
         self._outputs = self._run()

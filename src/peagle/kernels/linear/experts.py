@@ -269,8 +269,12 @@ def run_experts(
         [gate.alpha, gate.limit],
     )
     if torch.compiler.is_compiling():
-        y_TCH = y_SH.view(*weight_TC.shape, -1)
-        return (y_TCH.float() * weight_TC[..., None].float()).sum(1).to(y_SH.dtype)
+        # Expert by expert, not as a sum over a dimension, which compiles to a slower kernel.
+        y_TCH, weight_TC = y_SH.view(*weight_TC.shape, -1).float(), weight_TC.float()
+        out_TH = y_TCH[:, 0] * weight_TC[:, :1]
+        for chosen in range(1, weight_TC.shape[1]):
+            out_TH = out_TH + y_TCH[:, chosen] * weight_TC[:, chosen : chosen + 1]
+        return out_TH.to(y_SH.dtype)
     return weighted_sum(y_SH, weight_TC)
 
 
@@ -459,16 +463,16 @@ def experts_in_fp8(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chosen
 
     NaN or infinity in a row of x changes the outputs of no other row.
     """
-    rows = quantise(x_TH.contiguous())
+    rows = quantise(x_TH.contiguous(), is_tiled=True)
     if x_TH.device.type == "cpu":
         of_up, of_down = (experts.gate_up, None, experts.gate), (experts.down, None, None)
         inner_SI = grouped_product_reference(rows.dequantise(), *of_up, index_S)
-        rows = quantise(inner_SI.to(x_TH.dtype))
+        rows = quantise(inner_SI.to(x_TH.dtype), is_tiled=True)
         return grouped_product_reference(rows.dequantise(), *of_down, index_S).to(x_TH.dtype)
     plan = plan_tiles(index_S, experts.gate_up.num_experts, FP8_CONFIG.block_m)
     given: Any = {"index_S": index_S, "plan": plan, "config": FP8_CONFIG}
     inner_SI = grouped_product(rows, experts.gate_up, None, experts.gate, chosen=chosen, **given)
-    return grouped_product(quantise(inner_SI), experts.down, **given)
+    return grouped_product(quantise(inner_SI, is_tiled=True), experts.down, **given)
 
 
 def _epilogue(
@@ -542,7 +546,7 @@ def grouped_product(
     Sums are in float32, and rounded once before the gate.
 
     Args:
-        x: [S / chosen, K], rows contiguous. Rows in FP8 take a weight of `fits_fp8` and a
+        x: [S / chosen, K], rows contiguous. Tiled rows in FP8 take a weight of `fits_fp8` and a
             configuration of the kind "warpgroup", and give bfloat16.
         weight: [E, N, K], or [N, K] without `index_S`; with a gate N counts gate and up.
         bias: [E, N] or [N].
@@ -559,7 +563,8 @@ def grouped_product(
     activation, (rows, inputs) = ACTIVATIONS.index(gate.activation), weight.block
     x_scale, dtype = None, torch.bfloat16
     if isinstance(x, QuantisedRows):
-        assert config is not None and config.kind == "warpgroup" and fits_fp8(weight)
+        assert x.is_tiled and fits_fp8(weight)
+        assert config is not None and config.kind == "warpgroup"
         x, x_scale = x.q[: x.num_rows], x.scale
     else:
         dtype = x.dtype

@@ -16,7 +16,7 @@ from peagle.kernels.launch import launch, overlapping
 
 BLOCK = 128  # inputs, and rows of a weight, that share a scale
 FP8 = torch.float8_e4m3fn
-_QUANTISED_ROWS = 4  # rows of one program
+_MANY_BLOCKS = 4096  # of 128 inputs: enough for programs that take 16
 _LIBRARY_ROWS = 16  # the library's rows of scales begin at multiples of 16 bytes
 
 
@@ -25,23 +25,22 @@ class QuantisedRows:
     """Activations in FP8.
 
     Attributes:
-        q: [M, K], the inputs of a row in the order of `tiled_inputs`; and after them rows without
-            values, up to a multiple of what the library takes.
-        scale: float32 [K / 128, rows of q], which the library reads as [rows of q, K / 128].
+        q: [M, K], and after them rows without values, up to a multiple of what the library takes.
+        scale: float32 [K / 128, rows of q].
         num_rows: M.
+        is_tiled: the inputs of a row are in the order of `tiled_inputs`.
     """
 
     q: Tensor
     scale: Tensor
     num_rows: int
-
-    def in_tiled_order(self) -> Tensor:
-        """Return the numbers in float32, [M, K], in the order of `tiled_inputs`."""
-        return (self.q.float() * self.scale.T.repeat_interleave(BLOCK, 1))[: self.num_rows]
+    is_tiled: bool = False
 
     def dequantise(self) -> Tensor:
         """Return the numbers in float32, [M, K], in the order of x."""
-        numbers = self.in_tiled_order()
+        numbers = (self.q.float() * self.scale.T.repeat_interleave(BLOCK, 1))[: self.num_rows]
+        if not self.is_tiled:
+            return numbers
         return numbers[:, tiled_inputs(numbers.shape[1]).argsort().to(numbers.device)]
 
 
@@ -58,32 +57,58 @@ def tiled_inputs(k: int) -> Tensor:
     return place // 16 * 16 + 8 * (1 - byte % 2) + 2 * thread + byte // 2
 
 
-def quantise(x: Tensor) -> QuantisedRows:
+def quantise(x: Tensor, *, is_tiled: bool = False, is_gated: bool = False) -> QuantisedRows:
     """Quantise rows in Triton, in one pass. NaN or infinity in a row changes no other row.
 
     Args:
-        x: [M, K], contiguous; K is a multiple of 128.
+        x: [M, K], contiguous; K is a multiple of 128. If `is_gated`, [M, 2K], all gates of a row
+            first: silu(gate) * up is quantised.
+        is_tiled: put the inputs of a row into the order of `tiled_inputs`.
     """
-    from peagle.kernels.linear import fp8_linear_triton
+    from peagle.kernels.linear import fp8_activations_triton
 
-    num_rows, k = x.shape
+    num_rows, k = x.shape[0], x.shape[1] // (2 if is_gated else 1)
     assert k % BLOCK == 0 and x.is_contiguous()
-    padded = -(-num_rows // _LIBRARY_ROWS) * _LIBRARY_ROWS
-    q = torch.empty(padded, k, dtype=FP8, device=x.device)
-    scale = torch.empty(k // BLOCK, padded, dtype=torch.float32, device=x.device)
-    if num_rows:
+    q, scale = _empty(x, k)
+    if num_blocks := num_rows * k // BLOCK:
+        of_program = 16 if num_blocks > _MANY_BLOCKS else 4
         launch(
-            fp8_linear_triton.quantise_kernel,
-            (-(-num_rows // _QUANTISED_ROWS), k // BLOCK),
+            fp8_activations_triton.quantise_kernel,
+            (-(-num_blocks // of_program),),
             q,
             scale,
             x,
-            num_rows,
+            num_blocks,
             k,
-            padded,
-            ROWS=_QUANTISED_ROWS,
+            scale.stride(0),
+            BLOCKS=of_program,
+            SMALLEST=1e-10,
             LARGEST=torch.finfo(FP8).max,
+            GATED=is_gated,
+            TILED=is_tiled,
             **overlapping(x.device),
             num_warps=4,
         )
-    return QuantisedRows(q, scale, num_rows)
+    return QuantisedRows(q, scale, num_rows, is_tiled)
+
+
+def _empty(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return q and scale for the rows of x, without values."""
+    padded = x.shape[0] + -x.shape[0] % _LIBRARY_ROWS
+    q = x.new_empty(padded, k, dtype=FP8)
+    return q, x.new_empty(k // BLOCK, padded, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "peagle::quantise",
+    mutates_args=(),
+    schema="(Tensor x, bool is_gated) -> (Tensor, Tensor)",
+)
+def _quantise(x: Tensor, is_gated: bool) -> tuple[Tensor, Tensor]:
+    rows = quantise(x.contiguous(), is_gated=is_gated)
+    return rows.q, rows.scale
+
+
+@_quantise.register_fake
+def _(x: Tensor, is_gated: bool) -> tuple[Tensor, Tensor]:
+    return _empty(x, x.shape[1] // (2 if is_gated else 1))

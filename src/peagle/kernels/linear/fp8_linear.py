@@ -1,31 +1,54 @@
 """Linear layers over FP8 activations and FP8 weights: y = x W^T + bias.
 
 Activations have a scale for each row and 128 inputs (`fp8_activations`), weights for each
-128 x 128. The library multiplies: sums of 128 inputs come from the matrix unit in FP8 and are added
-up in float32. It takes the numbers of a weight row by row, a second copy beside the tiles that
-products of few rows read.
+128 x 128. Sums of 128 inputs come from the matrix unit in FP8 and are added up in float32. Products
+take the numbers of a weight row by row, a second copy beside the tiles that products of fewer rows
+read. Our kernel multiplies up to `MAX_OWN_ROWS` rows, the library more.
 
 Shapes: M rows of x, N outputs, K inputs; N and K are multiples of 128.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.launch import launch
-from peagle.kernels.linear.fp8_activations import BLOCK, FP8, QuantisedRows, quantise
+from peagle.kernels.launch import arrivals, launch, overlapping
+from peagle.kernels.linear.fp8_activations import BLOCK
 from peagle.kernels.linear.packed_weights import PackedWeight
 
 # Rows from which on activations are rounded: products of fewer rows are as fast with the tiles and
 # activations as they are (H200, docs/lab/roofline.md).
-MIN_ROWS = 96
-_UNTILED_ROWS = 16  # of one program
+MIN_ROWS = 32
+MAX_OWN_ROWS = 64
+MAX_OWN_ROWS_OF_FEW = 128  # of `_FEW_OUTPUTS` outputs or fewer
+_FEW_OUTPUTS = 4096
 _CAPABILITY = (9, 0)
 _CUDA = (12, 9)  # cuBLAS has block scales from this version on
+_MIN_STEPS = 4  # of 128 inputs, in a share of a sum
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """How a product is cut.
+
+    Attributes:
+        block_m: rows of x in a tile, a power of two from 8 on.
+        block_n: outputs in a tile, 64 or 128.
+        num_stages: steps of 128 inputs on their way or in use.
+        num_warps: 4 or 8; four take 64 outputs or more.
+        split_k: programs that share the sum over K of one tile.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    num_warps: int
+    split_k: int
 
 
 def fits_fp8(weight: PackedWeight) -> bool:
@@ -35,21 +58,28 @@ def fits_fp8(weight: PackedWeight) -> bool:
     return weight.format == "fp8" and weight.block == (BLOCK, BLOCK) and is_whole
 
 
-def fp8_linear(x: Tensor, numbers: Tensor, scale: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def fp8_linear(
+    x: Tensor,
+    numbers: Tensor,
+    scale: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    is_gated: bool = False,
+) -> Tensor:
     """Compute x W^T + bias over x in FP8, [M, N] in the type of x; on a CPU in plain torch.
 
-    NaN or infinity in a row of x makes that row of the result NaN, and changes no other row.
+    A compiler sees the operators `peagle::quantise` and `peagle::fp8_product`. NaN or infinity in
+    a row of x makes that row of the result NaN, and changes no other row.
 
     Args:
-        x: [M, K].
-        numbers: `numbers_of` the weight.
+        x: [M, K]; if `is_gated`, [M, 2K], all gates first: silu(gate) * up is multiplied.
+        numbers: `PackedWeight.fp8_numbers` of the weight.
         scale: its scales, float32 [N / 128, K / 128].
         bias_N: [N].
     """
-    rows = quantise(x.contiguous())
-    product = fp8_product if x.device.type == "cuda" else fp8_product_reference
-    out = product(rows, numbers, scale).to(x.dtype)
-    return out if bias_N is None else out.add_(bias_N)
+    rows = torch.ops.peagle.quantise(x, is_gated)
+    out = torch.ops.peagle.fp8_product(*rows, numbers, scale, x.shape[0]).to(x.dtype)
+    return out if bias_N is None else out + bias_N
 
 
 @cache
@@ -65,44 +95,118 @@ def fp8_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def fp8_product(x: QuantisedRows, numbers: Tensor, scale: Tensor) -> Tensor:
-    """Multiply by `torch.nn.functional.scaled_mm`, bfloat16 [M, N]; `fp8_linear` names the rest."""
+@torch.library.custom_op(
+    "peagle::fp8_product",
+    mutates_args=(),
+    schema="(Tensor q, Tensor scale_of_x, Tensor numbers, Tensor scale, SymInt num_rows) -> Tensor",
+)
+def _fp8_product(
+    q: Tensor, scale_of_x: Tensor, numbers: Tensor, scale: Tensor, num_rows: int
+) -> Tensor:
+    if q.device.type != "cuda":
+        return fp8_product_reference(q, scale_of_x, numbers, scale)[:num_rows]
+    if num_rows <= (MAX_OWN_ROWS if numbers.shape[0] > _FEW_OUTPUTS else MAX_OWN_ROWS_OF_FEW):
+        return fp8_product(q[:num_rows], scale_of_x, numbers, scale)
+    return library_product(q, scale_of_x, numbers, scale)[:num_rows]
+
+
+@_fp8_product.register_fake
+def _(q: Tensor, scale_of_x: Tensor, numbers: Tensor, scale: Tensor, num_rows: int) -> Tensor:
+    dtype = torch.bfloat16 if q.device.type == "cuda" else torch.float32
+    return q.new_empty(num_rows, numbers.shape[0], dtype=dtype)
+
+
+def fp8_product(
+    q: Tensor,
+    scale_of_x: Tensor,
+    numbers: Tensor,
+    scale: Tensor,
+    config: LinearConfig | None = None,
+) -> Tensor:
+    """Multiply in Gluon on a card of compute capability 9.0, bfloat16 [M, N].
+
+    Args:
+        q: the rounded rows of x, [M, K], contiguous.
+        scale_of_x: float32 [K / 128, M or more].
+        numbers: [N, K], contiguous; scale: float32 [N / 128, K / 128], contiguous.
+        config: default `choose_linear_config`.
+    """
+    from peagle.kernels.linear import fp8_linear_gluon
+
+    (num_rows, k), n = q.shape, numbers.shape[0]
+    cut = config or choose_linear_config(num_rows, n, k)
+    out = torch.empty(num_rows, n, dtype=torch.bfloat16, device=q.device)
+    if num_rows == 0:
+        return out
+    tiles, columns = -(-num_rows // cut.block_m), n // cut.block_n
+    partial = counters = out  # not looked at where K is not split
+    if cut.split_k > 1:
+        size = tiles * columns * cut.split_k * cut.block_m * cut.block_n
+        partial = torch.empty(size, dtype=torch.float32, device=q.device)
+        counters = arrivals(q.device)
+    launch(
+        fp8_linear_gluon.linear_kernel,
+        (tiles, columns * cut.split_k),
+        out,
+        q,
+        scale_of_x,
+        numbers,
+        scale,
+        partial,
+        counters,
+        num_rows,
+        n,
+        k,
+        *scale_of_x.stride(),
+        BLOCK_M=cut.block_m,
+        BLOCK_N=cut.block_n,
+        SPLIT_K=cut.split_k,
+        STAGES=cut.num_stages,
+        **overlapping(q.device),
+        num_warps=cut.num_warps,
+    )
+    return out
+
+
+def choose_linear_config(num_rows: int, n: int, k: int) -> LinearConfig:
+    """Choose a configuration from shapes alone, as timing many on an H200 found them."""
+    block_m, stages, enough = (
+        (16, 3, 200)
+        if num_rows <= 16
+        else (16, 4, 160)
+        if num_rows <= 32
+        else (32, 4, 160)
+        if num_rows <= 64
+        else (64, 4, 120)
+    )
+    programs, steps = -(-num_rows // block_m) * (n // 64), k // BLOCK
+    split_k = 1
+    while split_k < 4 and steps >= 2 * split_k * _MIN_STEPS:
+        is_long = num_rows <= 64 and steps > 24 * split_k and programs * split_k < 400
+        if programs * split_k >= enough and not is_long:
+            break
+        split_k *= 2
+    return LinearConfig(block_m, 64, stages, 4, split_k)
+
+
+def library_product(q: Tensor, scale_of_x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+    """Multiply by `torch.nn.functional.scaled_mm`, as `fp8_product`; M is a multiple of 16."""
     return F.scaled_mm(
-        x.q,
+        q,
         numbers.T,
-        x.scale.T,
+        scale_of_x.contiguous().T,
         F.ScalingType.BlockWise1x128,
         library_scales(scale),
         F.ScalingType.BlockWise128x128,
         output_dtype=torch.bfloat16,
-    )[: x.num_rows]
-
-
-def fp8_product_reference(x: QuantisedRows, numbers: Tensor, scale: Tensor) -> Tensor:
-    """Compute `fp8_product` in float32 in plain torch."""
-    spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return F.linear(x.in_tiled_order(), numbers.float() * spread)
-
-
-def numbers_of(weight: PackedWeight) -> Tensor:
-    """Take the numbers of a weight out of its tiles, float8_e4m3fn [N, K], each row in the order
-    of `tiled_inputs`.
-    """
-    from peagle.kernels.linear import fp8_linear_triton
-
-    n, k = weight.num_outputs, weight.num_inputs
-    assert fits_fp8(weight) and weight.data.is_contiguous()
-    words = torch.empty(n, k // 4, dtype=torch.int32, device=weight.data.device)
-    launch(
-        fp8_linear_triton.numbers_kernel,
-        (n // _UNTILED_ROWS, k // BLOCK),
-        words,
-        weight.data.view(torch.int32),
-        k,
-        ROWS=_UNTILED_ROWS,
-        num_warps=4,
     )
-    return words.view(FP8)
+
+
+def fp8_product_reference(q: Tensor, scale_of_x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+    """Compute `fp8_product` in float32 in plain torch."""
+    x = q.float() * scale_of_x.T.repeat_interleave(BLOCK, 1)
+    spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return F.linear(x, numbers.float() * spread)
 
 
 def library_scales(scale: Tensor) -> Tensor:

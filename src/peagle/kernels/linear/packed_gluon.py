@@ -20,13 +20,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from peagle.kernels.linear.hopper_gluon import (
+    STEP,
+    async_load,
+    barrier,
+    copy_rows,
+    copy_scales,
+    sum_shares,
+    wait_for_inputs,
+)
 from peagle.kernels.linear.packed_weights_triton import MXFP4
 
-STEP = gl.constexpr(128)  # inputs of a turn of the loop
 TILE_WORDS = gl.constexpr(1024)  # of 64 rows of 16
-# Names since Triton 3.7, and before.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 NO_GATE = gl.constexpr(0)
 SILU = gl.constexpr(1)
@@ -89,20 +94,6 @@ _BYTES_ASM = gl.constexpr(
 
 
 @gluon.jit
-def _wait_for_inputs(OVERLAPS: gl.constexpr):
-    """Do what `overlap_triton.wait_for_inputs` does."""
-    if OVERLAPS:
-        gl.inline_asm_elementwise(
-            "{ griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0; }",
-            "=r",
-            [],
-            gl.int32,
-            False,
-            1,
-        )
-
-
-@gluon.jit
 def _row_offsets(row, stride_row):
     """Return the offset of the first word of each row; tiles have 64 rows of 64 bytes."""
     row = row.to(gl.int64)
@@ -129,8 +120,8 @@ def _copy_words(first, second, row_ptrs, k, end, COPY: gl.constexpr):
     width: gl.constexpr = first.shape[1]
     i = gl.arange(0, width, layout=gl.SliceLayout(0, COPY))[None, :]
     number, is_there = k // STEP * 2, (i < width) & (k < end)
-    _async_load(first, row_ptrs + (number * (64 * width) + i), mask=is_there)
-    _async_load(second, row_ptrs + ((number + 1) * (64 * width) + i), mask=is_there)
+    async_load(first, row_ptrs + (number * (64 * width) + i), mask=is_there)
+    async_load(second, row_ptrs + ((number + 1) * (64 * width) + i), mask=is_there)
 
 
 @gluon.jit
@@ -146,22 +137,6 @@ def _take_words(first, second, WORDS: gl.constexpr):
 def _load_scales(row_ptrs, k, stride_k, STORED_K: gl.constexpr):
     """Load each row's scale of inputs k to k + STEP; of "mxfp4", the word of four scales."""
     return gl.load(row_ptrs + k // STORED_K * stride_k)
-
-
-@gluon.jit
-def _copy_x(tile, x_ptrs, is_row, k, end, X: gl.constexpr):
-    """Let inputs k to k + STEP of x come to a tile of shared memory, [BLOCK_M, STEP]; zeros where
-    there are none.
-    """
-    offs = k + gl.arange(0, STEP, layout=gl.SliceLayout(0, X))[None, :]
-    _async_load(tile, x_ptrs + offs, mask=is_row[:, None] & (offs < end))
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _copy_scales(tile, row_ptrs, is_row, k, end, stride):
-    """Let the scales of inputs k to k + STEP of x come to a tile of shared memory, [BLOCK_M]."""
-    _async_load(tile, row_ptrs + k // STEP * stride, mask=is_row & (k < end))
 
 
 @gluon.jit
@@ -239,15 +214,6 @@ def _stored_rows(
     else:
         row = tile_n * BLOCK_N + row // 16 * 8 + row % 8 + row // 8 % 2 * num_columns
     return row
-
-
-@gluon.jit
-def _sum_shares(share_ptrs, SPLIT_K: gl.constexpr, STRIDE: gl.constexpr):
-    """Sum all shares of a tile; other programs wrote them through the L2, so the L1 is skipped."""
-    acc = gl.load(share_ptrs, cache_modifier=".cg")
-    for share in gl.static_range(1, SPLIT_K):
-        acc += gl.load(share_ptrs + share * STRIDE, cache_modifier=".cg")
-    return acc
 
 
 @gluon.jit
@@ -358,7 +324,7 @@ def packed_kernel(
     tile = gl.program_id(TILES)
     tile_n = gl.program_id(1 - TILES) // SPLIT_K
     split = gl.program_id(1 - TILES) % SPLIT_K
-    _wait_for_inputs(OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     # Find the expert and the assignments of this tile.
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X))
     if MODE == 0:
@@ -414,8 +380,9 @@ def packed_kernel(
             first_tile, second_tile = first_tiles.index(stage), second_tiles.index(stage)
             _copy_words(first_tile, second_tile, word_ptrs, at, end, COPY)
         if IN_FP8:
-            _copy_scales(x_scales.index(stage), x_scale_ptrs, has_scale, at, end, stride_x_scale)
-        _copy_x(x_tiles.index(stage), x_ptrs, is_row, at, end, X)
+            copy_scales(x_scales.index(stage), x_scale_ptrs, has_scale, at, end, stride_x_scale)
+        copy_rows(x_tiles.index(stage), x_ptrs, is_row, at, end, X)
+        async_copy.commit_group()
     first = gl.minimum(begin, num_k - 1)  # a share may have nothing
     if not THROUGH_SHARED:
         words = _load_words(word_ptrs, first, FORMAT, WORDS)
@@ -427,7 +394,7 @@ def packed_kernel(
         async_copy.wait_group(STAGES - 2)
         if WGMMA:
             fence_async_shared()
-        _barrier()
+        barrier()
         free = gl.where(stage == 0, STAGES - 1, stage - 1)
         ahead = k + (STAGES - 1) * STEP
         later = gl.minimum(k + STEP, end - 1)
@@ -437,8 +404,9 @@ def packed_kernel(
         else:
             next_words = _load_words(word_ptrs, later, FORMAT, WORDS)
         if IN_FP8:
-            _copy_scales(x_scales.index(free), x_scale_ptrs, has_scale, ahead, end, stride_x_scale)
-        _copy_x(x_tiles.index(free), x_ptrs, is_row, ahead, end, X)
+            copy_scales(x_scales.index(free), x_scale_ptrs, has_scale, ahead, end, stride_x_scale)
+        copy_rows(x_tiles.index(free), x_ptrs, is_row, ahead, end, X)
+        async_copy.commit_group()
         if THROUGH_SHARED:
             words = _take_words(first_tiles.index(stage), second_tiles.index(stage), WORDS)
         if SCALE_K > 0:
@@ -473,11 +441,11 @@ def packed_kernel(
         partial_ptrs = partial_ptr + tile.to(gl.int64) * (SPLIT_K * SIZE)
         partial_ptrs += n[:, None] * BLOCK_M + m[None, :]
         gl.store(partial_ptrs + split * SIZE, acc)
-        _barrier()
+        barrier()
         arrived = gl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if arrived != SPLIT_K - 1:
             return
-        acc = _sum_shares(partial_ptrs, SPLIT_K, SIZE)
+        acc = sum_shares(partial_ptrs, SPLIT_K, SIZE)
         gl.store(arrivals_ptr + tile, 0)
 
     # Scale, add the bias and round.

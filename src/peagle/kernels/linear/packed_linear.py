@@ -24,36 +24,43 @@ MAX_ROWS_IN_REGISTERS = 256
 
 
 def packed_linear(
-    x: Tensor, weight: PackedWeight, bias_N: Tensor | None = None, numbers: Tensor | None = None
+    x: Tensor,
+    weight: PackedWeight,
+    bias_N: Tensor | None = None,
+    numbers: Tensor | None = None,
+    *,
+    is_gated: bool = False,
 ) -> Tensor:
-    """Compute x W^T + bias in Triton; a compiler sees the operator `peagle::packed_linear`.
+    """Compute x W^T + bias; a compiler sees `peagle::packed_linear`, or what `fp8_linear` says.
 
     Args:
-        x: [..., K].
+        x: [..., K]; if `is_gated`, [..., 2K], all gates first: silu(gate) * up is multiplied.
         weight: [N, K].
         bias_N: [N].
-        numbers: `fp8_linear.numbers_of` the weight: x is rounded to FP8 where it has
+        numbers: `PackedWeight.fp8_numbers` of the weight: x is rounded to FP8 where it has
             `fp8_linear.MIN_ROWS` rows or more. None: it never is.
 
     Returns:
         [..., N], contiguous.
     """
-    out_MN = torch.ops.peagle.packed_linear(
-        x.reshape(-1, x.shape[-1]),
-        weight.data,
-        weight.scale,
-        weight.zero,
-        bias_N,
-        numbers,
-        layout_of(weight),
-    )
+    x_MK = x.reshape(-1, x.shape[-1])
+    if numbers is not None and x_MK.shape[0] >= MIN_ROWS:
+        assert weight.scale is not None
+        out_MN = fp8_linear(x_MK, numbers, weight.scale, bias_N, is_gated=is_gated)
+    else:
+        if is_gated:
+            gate_MK, up_MK = x_MK.chunk(2, dim=1)
+            x_MK = F.silu(gate_MK) * up_MK
+        out_MN = torch.ops.peagle.packed_linear(
+            x_MK, weight.data, weight.scale, weight.zero, bias_N, layout_of(weight)
+        )
     return out_MN.view(*x.shape[:-1], weight.num_outputs)
 
 
 @torch.library.custom_op(
     "peagle::packed_linear",
     mutates_args=(),
-    schema="(Tensor x, Tensor data, Tensor? scale, Tensor? zero, Tensor? bias, Tensor? numbers, "
+    schema="(Tensor x, Tensor data, Tensor? scale, Tensor? zero, Tensor? bias, "
     "int[] layout) -> Tensor",
 )
 def _packed_linear(
@@ -62,12 +69,8 @@ def _packed_linear(
     scale: Tensor | None,
     zero: Tensor | None,
     bias: Tensor | None,
-    numbers: Tensor | None,
     layout: list[int],
 ) -> Tensor:
-    if numbers is not None and x.shape[0] >= MIN_ROWS:
-        assert scale is not None
-        return fp8_linear(x, numbers, scale, bias)
     weight = make_weight(data, scale, zero, layout)
     if x.shape[0] > (MAX_ROWS_IN_REGISTERS if can_use_registers(x, weight) else MAX_ROWS):
         return F.linear(x, unpack_weight(weight, x.dtype), bias)

@@ -205,14 +205,18 @@ class PackedWeight:
             values = torch.tensor(_E2M1, device=q.device)[q & 7]
             values = torch.where(q < 8, values, -values)
         elif self.format == "fp8":
-            q = _from_words(self._rows(), "fp8")[..., : self.num_inputs]
-            values = q.view(torch.float8_e4m3fn).float()
+            values = self.fp8_numbers().float()
         elif self.format == "int4":
             zero = 8 if self.zero is None else self._spread(self.zero.float())
             values = _from_words(self.data, "int4").float() - zero
         else:
             values = self.data.float()
         return (values * self._spread(scale)).to(dtype)
+
+    def fp8_numbers(self) -> Tensor:
+        """Take the numbers of "fp8" out of the tiles, float8_e4m3fn [E, N, K], contiguous."""
+        q = _from_words(self._rows(), "fp8")[..., : self.num_inputs]
+        return q.contiguous().view(torch.float8_e4m3fn)
 
     def _spread(self, per_block: Tensor) -> Tensor:
         """Repeat the values of blocks for every weight, [E, N, K]."""
