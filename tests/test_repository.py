@@ -11,6 +11,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,11 @@ def test_tree_is_small():
 
 # Written in pieces, so that this file does not contain what it looks for.
 MACHINE_PATHS = ["/" + tail for tail in ("work/", "opt/wheels", "opt/pypi", "tmp/dev", "tmp/bash_")]
+
+
+def test_scripts_of_recipes_shadow_no_package():
+    names = {path.stem for path in (ROOT / "recipes").rglob("*.py")}
+    assert not names & {*packages_distributions(), *sys.stdlib_module_names}
 
 
 def machine_paths_in(text: str) -> list[str]:
