@@ -181,13 +181,13 @@ def test_tree_is_small():
     assert sum(sizes.values()) < MAX_TREE_BYTES, f"largest files: {largest}"
 
 
-# Written in pieces, so that this file does not contain what it looks for.
-MACHINE_PATHS = ["/" + tail for tail in ("work/", "opt/wheels", "opt/pypi", "tmp/dev", "tmp/bash_")]
-
-
 def test_scripts_of_recipes_shadow_no_package():
     names = {path.stem for path in (ROOT / "recipes").rglob("*.py")}
     assert not names & {*packages_distributions(), *sys.stdlib_module_names}
+
+
+# Written in pieces, so that this file does not contain what it looks for.
+MACHINE_PATHS = ["/" + tail for tail in ("work/", "opt/wheels", "opt/pypi", "tmp/dev", "tmp/bash_")]
 
 
 def machine_paths_in(text: str) -> list[str]:
