@@ -64,18 +64,8 @@ def test_all_steps_and_that_done_ones_are_skipped(
 
     monkeypatch.setattr(recipe, "run_jobs", run_jobs)
     words = ["--target", target, "--draft", head, "--kind", "arithmetic", "--steps", 1]
-    words += [
-        "--old-share",
-        0.5,
-        "--prompts",
-        100,
-        "--max-tokens",
-        16,
-        "--refusals",
-        2,
-        "--output",
-        tmp_path / "all",
-    ]
+    words += ["--prompts", 100, "--max-tokens", 16, "--refusals", 2, "--output", tmp_path / "all"]
+    words += ["--old-share", 0.5]
     monkeypatch.setattr("sys.argv", ["adapt.py", *map(str, words)])
     recipe.main()
     told = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -315,7 +315,9 @@ def _read(plan: AdaptPlan, options: TrainingOptions, line: ProgressLine) -> Adap
                 f"{len(old)} test for forgetting; expected at least {MIN_CONVERSATIONS}, about "
                 f"{round(MIN_CONVERSATIONS / _HELD_OUT_SHARE)} in all. Give more data."
             )
-        if options.what == "correction":
+        # A fit from a fresh start has nothing in common with the old correction.
+        fresh = any(one.startswith("correction.start") for one in options.overrides or ())
+        if options.what == "correction" and not fresh:
             # The hashes of the first tenth are in `tested`.
             more, chooses = more.split(_HELD_OUT_SHARE + _VALIDATION_SHARE)
             old_validation = measured(turns_of(chooses))
