@@ -11,6 +11,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,11 @@ def test_tree_is_small():
     sizes = {path.relative_to(ROOT).as_posix(): path.stat().st_size for path in repository_files()}
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]
     assert sum(sizes.values()) < MAX_TREE_BYTES, f"largest files: {largest}"
+
+
+def test_scripts_of_recipes_shadow_no_package():
+    names = {path.stem for path in (ROOT / "recipes").rglob("*.py")}
+    assert not names & {*packages_distributions(), *sys.stdlib_module_names}
 
 
 # Written in pieces, so that this file does not contain what it looks for.

@@ -152,7 +152,7 @@ def responses(sitting: Sitting) -> None:
     work = sitting.work
     if (work / "responses.json").exists():
         return
-    command: list[object] = [sys.executable, BUNDLED / "responses.py", "--data", work]
+    command: list[object] = [sys.executable, BUNDLED / "respond.py", "--data", work]
     command += ["--out", work]
     if sitting.small:
         command += ["--batch", 8, "--max-new", 48, "--val", 6]

@@ -248,10 +248,10 @@ def write_documents(path: Path, documents: list[dict]) -> None:
             out.write(json.dumps(document, ensure_ascii=False) + "\n")
 
 
-def describe(source: Source, documents: list[dict], counts: Counter) -> dict:
+def describe(source: Source, documents: list[dict]) -> dict:
     """The manifest entry of one distribution."""
     files = sorted((d for d in documents if d["kind"] != "function"), key=lambda d: d["path"])
-    digest = sha256("\0".join(d["text"] for d in files).encode()).hexdigest()
+    digest = sha256("\0".join(d["text"] for d in files).encode()).hexdigest()[:16]
     entry = {"name": source.name, "version": source.version, "licence": source.verdict.licence}
     return entry | {
         "split": "val" if normal_name(source.name) in HELD_OUT else "train",
@@ -259,7 +259,6 @@ def describe(source: Source, documents: list[dict], counts: Counter) -> dict:
         "bytes": sum(len(d["text"].encode()) for d in files),
         "functions": sum(d["kind"] == "function" for d in documents),
         "sha256": digest,
-        **{key: counts[key] for key in sorted(counts)},
     }
 
 
@@ -286,12 +285,12 @@ def build(args: argparse.Namespace) -> dict:
         for source, documents, counts in pool.imap(process, jobs):
             kept = [d for d in documents if dedup.keep(d)]
             counts["dropped_duplicate"] = len(documents) - len(kept)
-            entries.append(describe(source, kept, counts))
+            entries.append(describe(source, kept))
             split[entries[-1]["split"]] += kept
             total.update(counts)
             report("{name} {version}: {files} files, {bytes} bytes".format(**entries[-1]))
     peps = pep_documents(args.shared / "corpus" / "python_peps.txt.xz", total)
-    entries.append(describe(Source(PEPS, "", Verdict(True, "CC0"), args.shared), peps, Counter()))
+    entries.append(describe(Source(PEPS, "", Verdict(True, "CC0"), args.shared), peps))
     split["train"] += peps
     report(f"{len(peps)} PEPs; dropped: {dict(total)}")
 

@@ -4,7 +4,7 @@
 
 Reads the standard library of the running interpreter (the target's own training text) with the
 bundled tokenizer; files that share a 13-gram with an evaluation set are left out. Writes
-`response_prompts.npz` of `prompts.py` in the build folder, for `responses.py`.
+`response_prompts.npz` of `prompts.py` in the build folder, for `respond.py`.
 """
 
 from __future__ import annotations

@@ -149,6 +149,7 @@ def main() -> None:
     options.add_argument("--old-prompts", type=int, default=1280, help="of the old data (1280)")
     options.add_argument("--what", nargs="+", choices=MINUTES, default=list(MINUTES))
     options.add_argument("--steps", type=int, help="of each training, in place of minutes")
+    options.add_argument("--old-share", type=float, help="as of `peagle adapt`")
     options.add_argument("--refusals", type=int, default=3, help="number of exchanges (3)")
     args = options.parse_args()
     if min(args.prompts, args.old_prompts) < LEAST:
@@ -164,6 +165,7 @@ def main() -> None:
     result["old"] = steps.once("old", steps.old)
     for what in args.what:
         limit = ("--steps", args.steps) if args.steps else ("--minutes", MINUTES[what])
+        limit += () if args.old_share is None else ("--old-share", args.old_share)
         words = (what, what, "traffic", "--old", steps.folder / "old.safetensors", *limit)
         result[what] = steps.once(what, partial(steps.adapt, *words))
     seeds = range(args.refusals)

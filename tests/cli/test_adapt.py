@@ -10,12 +10,15 @@ import signal
 import threading
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import permutations
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
@@ -24,7 +27,7 @@ from peagle.data.prepare import Collected
 from peagle.data.recorded import RecordFolder, line_of, new_record_file, read_cipher
 from peagle.data.samples import Sample
 from peagle.engine import SpeculationStats
-from peagle.models.checkpoint import CORRECTION_NAME
+from peagle.models.checkpoint import CORRECTION_NAME, blend_back
 from peagle.models.fingerprint import identity_of
 from peagle.models.target_ends import TargetEnds
 from peagle.training.trainer import Trainer
@@ -152,6 +155,32 @@ def test_the_head_is_trained_with_old_data(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old.safetensors", "traffic"]
     # The same again is the same, but for the time.
     assert json.loads(on_tiny(peagle, pair, tmp_path, *options).out) == told
+
+
+@pytest.mark.slow
+def test_a_fit_that_forgets_is_blended_back(
+    peagle: Peagle, pair: Pair, tmp_path: Path, unchecked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path / "traffic", pair.target, some(110))
+    old = old_data(tmp_path / "old.safetensors", 300)
+    monkeypatch.setattr("peagle.evaluation.adaptation.refusal", lambda *_: "")
+    found = []
+    for losses, kept in ([0.009], 1.0), ([0.011, 0.5, 0.0], 0.5):
+        loss = property(lambda _, left=losses: left.pop(0))
+        monkeypatch.setattr("peagle.evaluation.adaptation.AcceptanceChange.loss", loss)
+        options = ["--old", old, "--steps", 1, "--format", "json"]
+        told = json.loads(on_tiny(peagle, pair, tmp_path, *options).out)
+        assert told["kept_share"] == kept and told["old_validation"] and not losses
+        folder = (tmp_path / "new").rename(tmp_path / str(kept))
+        found.append((folder, load_file(folder / CORRECTION_NAME)))
+    (full, fit), (half, blend) = found
+    term = fit.pop("down.weight").float()  # the head had no correction: the term was 0
+    close = partial(torch.testing.assert_close, rtol=0.01, atol=0)
+    assert term.any()
+    close(blend.pop("down.weight").float(), term / 2)
+    close(blend, fit)
+    assert [*blend_back(half, full)] == [1, 0.75, 0.5, 0.25]
+    close(load_file(half / CORRECTION_NAME)["down.weight"].float(), term * 0.875)
 
 
 MISTAKES = {

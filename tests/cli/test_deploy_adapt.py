@@ -339,4 +339,6 @@ def test_endpoints_that_cannot_be_adapted(
     ):
         wrong = run("adapt", option, value)
         assert wrong.status == 2 and f"{option} is {value}" in wrong.err.replace("'", "")
+    unknown = run("adapt", "--set", "run.sed=1")  # of an endpoint that would be refused, too
+    assert unknown.status == 2 and "run.sed is not a known key" in unknown.err
     assert not (tmp_path / "work").exists()

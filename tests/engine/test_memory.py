@@ -214,6 +214,22 @@ def test_the_peak_of_a_run_is_what_it_does_not_keep() -> None:
     assert "Lower max_num_batched_tokens (4096) or max_num_seqs (16)" in message
 
 
+@pytest.mark.parametrize("what", ["target", "draft head"])
+def test_weights_that_do_not_fit_are_told(
+    what: str, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    card(3 * GIB, 4 * GIB)
+    where = "models.target.TargetModel.load" if what == "target" else "engine.engine_plan.load_head"
+    monkeypatch.setattr(f"peagle.{where}", load)
+    message = message_of(lambda: LLM("bundled", speculative_config={"model": "bundled"}))
+    sizes = "9.1" if what == "target" else "3.6"
+    assert message.startswith(f"The {what} '")
+    assert f"fit {CARD}, which had 3.0 GiB free, and its files have {sizes} MiB. Qu" in message
+
+
 def test_what_a_card_has_left(card: Card) -> None:
     """total * utilization - in use - reserved - scrap, in whole blocks."""
     card(60 * GIB, 80 * GIB)

@@ -23,7 +23,7 @@ def load(name: str):
     return module
 
 
-pretrain, responses = load("pretrain"), load("responses")
+pretrain, responses = load("pretrain"), load("respond")
 
 
 def run(module, *arguments) -> None:

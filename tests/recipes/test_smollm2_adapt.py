@@ -65,12 +65,14 @@ def test_all_steps_and_that_done_ones_are_skipped(
     monkeypatch.setattr(recipe, "run_jobs", run_jobs)
     words = ["--target", target, "--draft", head, "--kind", "arithmetic", "--steps", 1]
     words += ["--prompts", 100, "--max-tokens", 16, "--refusals", 2, "--output", tmp_path / "all"]
+    words += ["--old-share", 0.5]
     monkeypatch.setattr("sys.argv", ["adapt.py", *map(str, words)])
     recipe.main()
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["traffic"]["output_tokens"] == 1600
     for found in (told["correction"], told["head"]):
         assert found["requests"]["requests"] == 100 and found["steps"]["correction"] == 1
+        assert found["requests"]["old_trained_on"] > 0.6 * found["requests"]["trained_on"]
         assert found["held_out"]["num_conversations"] == 10 <= found["old"]["num_conversations"]
         assert found["passed"] == (not found["refusal"])
     assert told["exchanged"]["refused"] == told["exchanged"]["tried"] == 2

@@ -263,6 +263,7 @@ class AdaptData:
     validation: Collected
     held_out: list[RecordedTurn]
     old: list[RecordedTurn]
+    old_validation: list[RecordedTurn]  # that choose how much of a fitted correction is kept
     facts: dict[str, Any]
     counts: dict[str, Any]
 
@@ -302,6 +303,7 @@ def _read(plan: AdaptPlan, options: TrainingOptions, line: ProgressLine) -> Adap
             f"{options.max_length}; raise it."
         )
     old: list[RecordedTurn] = []
+    old_validation: list[RecordedTurn] = []
     num_old = 0
     if options.old is not None:
         share = Limits(limits.vocab_size, options.max_length, validation_share=_HELD_OUT_SHARE)
@@ -313,6 +315,12 @@ def _read(plan: AdaptPlan, options: TrainingOptions, line: ProgressLine) -> Adap
                 f"{len(old)} test for forgetting; expected at least {MIN_CONVERSATIONS}, about "
                 f"{round(MIN_CONVERSATIONS / _HELD_OUT_SHARE)} in all. Give more data."
             )
+        # A fit from a fresh start has nothing in common with the old correction.
+        fresh = any(one.startswith("correction.start") for one in options.overrides or ())
+        if options.what == "correction" and not fresh:
+            # The hashes of the first tenth are in `tested`.
+            more, chooses = more.split(_HELD_OUT_SHARE + _VALIDATION_SHARE)
+            old_validation = measured(turns_of(chooses))
         mixed = Collected()
         mixed.extend(train, range(len(train)))
         wanted = train.num_tokens * options.old_share / (1 - options.old_share)
@@ -328,7 +336,7 @@ def _read(plan: AdaptPlan, options: TrainingOptions, line: ProgressLine) -> Adap
         "old_trained_on": num_old,
         "held_out": len(held_out),
     }
-    return AdaptData(turns, train, validation, held_out, old, facts, counts)
+    return AdaptData(turns, train, validation, held_out, old, old_validation, facts, counts)
 
 
 def _left_out(counts: DropCounts) -> str:
@@ -359,6 +367,7 @@ def _adapt(
 ) -> dict[str, Any]:
     """Measure, train, measure again; return the result."""
     from peagle.evaluation.adaptation import AcceptanceChange, refusal
+    from peagle.models.checkpoint import blend_back
 
     result: dict[str, Any] = {
         "head": None,
@@ -369,6 +378,8 @@ def _adapt(
         "steps": {},
         "held_out": None,
         "old": None,
+        "old_validation": None,
+        "kept_share": 1.0,
         "served": None,
     }
     before, own = _measure(plan, plan.head, data, "the old head", line, with_test=True)
@@ -386,11 +397,19 @@ def _adapt(
             line.begin,
             lambda step, steps: line.update(step, steps, "", line=f"step {step}/{steps}"),
         )
-        after, _ = _measure(plan, new, data, "the new head", line)
-        changes: dict[str, AcceptanceChange] = {
-            name: AcceptanceChange.of(before[name], after[name], seed=options.seed)
-            for name in before
-        }
+        changes: dict[str, AcceptanceChange] = {}
+        shares = blend_back(new, plan.head) if data.old_validation else iter([1.0])
+        for share in shares:
+            result["kept_share"] = share
+            after, _ = _measure(plan, new, data, "the new head", line)
+            changes = {
+                name: AcceptanceChange.of(before[name], after[name], seed=options.seed)
+                for name in before
+            }
+            chooses = changes.get("old_validation")
+            # Half of what the gate allows: other data will lose another share.
+            if chooses is None or chooses.loss < options.max_loss / 2:
+                break
         result |= {name: change.to_json() for name, change in changes.items()}
         result["refusal"] = refusal(changes["held_out"], changes.get("old"), options.max_loss)
         if not result["refusal"]:
@@ -417,7 +436,8 @@ def _measure(
     from peagle.evaluation.adaptation import OwnOutputs, accepted_drafts, own_outputs
     from peagle.evaluation.engine_backend import open_engine
 
-    sides = {"held_out": data.held_out} | ({"old": data.old} if data.old else {})
+    sides = {"held_out": data.held_out, "old": data.old, "old_validation": data.old_validation}
+    sides = {name: turns for name, turns in sides.items() if turns}
     found, own = {}, OwnOutputs(0, 0)
     target = load_target(plan.target, plan.engine)
     config = SpeculativeConfig(
@@ -451,4 +471,6 @@ def figures(result: Mapping[str, Any]) -> list[str]:
                 f"{found['acceptance_length_before']:>8.3f}"
                 f"{found['acceptance_length_after']:>8.3f}{found['gain']:>+9.3f}  {shown}"
             )
+    if (share := result.get("kept_share", 1)) < 1:  # earlier reports have none
+        lines.append(f"{share:.0%} of the fit is kept; all of it lost too much on old data")
     return lines

@@ -104,6 +104,7 @@ def adapt(given: Given, context: typer.Context, options: EndpointOptions) -> Non
     if not 0 < options.max_gib < math.inf:
         raise UserError(f"--max-gib is {options.max_gib:g}; expected a finite number above 0.")
     require_writable_folder(options.work, "--work")
+    _check_overrides(options)
     from peagle.deploy import stack
     from peagle.deploy.aws import Clients
     from peagle.deploy.logs import seconds_ago
@@ -155,6 +156,20 @@ def adapt(given: Given, context: typer.Context, options: EndpointOptions) -> Non
     ]
     _write_report(options.work, result)
     _print(options, result, [*figures(result), *lines])
+
+
+def _check_overrides(options: EndpointOptions) -> None:
+    """Refuse values of --set that no head allows. Those of depths are checked with the head."""
+    given = [one for one in options.overrides or () if not one.startswith("method.depth")]
+    if given:
+        import torch
+
+        from peagle.training.adaptation import Adaptation
+
+        head, target = options.work / "head", options.work / "target"  # not fetched yet
+        place = options.what, head, target, torch.device("cpu"), options.seed, options.minutes
+        adaptation = Adaptation(*place, overrides=given, with_correction=False)
+        adaptation.configs(options.work, options.max_length)
 
 
 def _print(options: EndpointOptions, result: Mapping[str, Any], lines: list[str]) -> None:

@@ -138,10 +138,11 @@ class Setup:
         head = self.speculative and self.speculative.model
         check_paths(self.target, head, chat_template=chat_template)
         for name, source in self.speculative.corrections if self.speculative else ():
-            if not Path(source).expanduser().exists():
+            path = Path(source).expanduser()
+            if not (path.is_file() or (path / "correction.st").exists()):
                 raise UserError(
-                    f"The correction {name!r} is {source!r}, which is not there; name a file "
-                    "correction.st or its folder."
+                    f"The correction {name!r} is {source!r}, which is no file and no folder with "
+                    "a correction.st; name one of both, as `peagle adapt` writes it."
                 )
 
     def note_plain_decoding(self) -> None:

@@ -7,7 +7,12 @@ import torch
 from peagle.config import CandidateTrees, EngineConfig, SpeculativeConfig
 from peagle.engine.depth import DepthPolicy, make_depth
 from peagle.engine.head import load_head
-from peagle.engine.memory_plan import drawn_bytes, lookahead_slots, output_bytes
+from peagle.engine.memory_plan import (
+    drawn_bytes,
+    lookahead_slots,
+    output_bytes,
+    refuse_too_large,
+)
 from peagle.engine.step.graph_runner import buckets, mixed_buckets, runs_as_graphs
 from peagle.engine.step.pass_graphs import TOKEN_BUCKETS
 from peagle.engine.tree_record import TreeRecord
@@ -87,12 +92,15 @@ def plan_engine(
         drafter: the head of `speculative`, if it is loaded already.
 
     Raises:
-        UserError: the context is longer than the target's, or the head has another kind than asked.
+        UserError: the context is longer than the target's, or the head has another kind than asked,
+            or no room on the GPU.
         CheckpointError: the head does not fit the target.
     """
     check_length(config.max_model_len, target.max_model_len)
     max_model_len = config.max_model_len or target.max_model_len
-    drafter = drafter or load_head(target, speculative)
+    if drafter is None and speculative is not None:
+        with refuse_too_large("draft head", str(speculative.model), target.device):
+            drafter = load_head(target, speculative)
     is_pipelined = runs_as_graphs(target.device, config)
     if speculative is not None and drafter is not None:
         parallel = drafter.config.is_parallel

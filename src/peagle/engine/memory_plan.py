@@ -6,7 +6,8 @@ manages the rest.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -371,6 +372,28 @@ def measure_peak(run: Callable[[], None], device: torch.device, config: EngineCo
         ) from None
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+
+
+@contextmanager
+def refuse_too_large(what: str, folder: str | Path, device: torch.device) -> Iterator[None]:
+    """Raise a UserError with the sizes if a GPU has no room for the weights that are loaded here.
+
+    Args:
+        what: "target" or "draft head".
+    """
+    card = free_and_total(device)
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+        stored = f", and its files have {size_text(size)}" if size else ""
+        free = available_ram() if card is None else card[0]
+        raise UserError(
+            f"The {what} {str(folder)!r} does not fit {device_name(device)}, which had "
+            f"{size_text(free)} free{stored}. Quantise it (fp8, int8 or int4), take a smaller one "
+            "or a larger card, or share it out: `peagle serve --engine vllm "
+            "--tensor-parallel-size N`."
+        ) from None
 
 
 def free_and_total(device: torch.device) -> tuple[int, int] | None:

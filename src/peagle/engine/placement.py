@@ -15,6 +15,7 @@ from torch import nn
 
 from peagle.config.checks import require
 from peagle.config.engine import EngineConfig
+from peagle.engine.memory_plan import refuse_too_large
 from peagle.errors import UserError
 from peagle.models.target import TargetModel
 
@@ -67,20 +68,21 @@ def load_target(folder: str | Path, config: EngineConfig) -> TargetModel:
     """Load a target with the types and on the device of a configuration.
 
     Raises:
-        UserError: the folder, a type or the device is not usable.
+        UserError: the folder, a type or the device is not usable, or the device is too small.
         CheckpointError: it is not a causal LM that peagle supports, or its weights are broken.
     """
     _others.restart()
     device = resolve_device(config.device)
-    return TargetModel.load(
-        folder,
-        dtype=resolve_dtype(config.dtype, device),
-        device=device,
-        quantization=config.quantization,
-        fp8_activations=config.fp8_activations,
-        kv_cache_dtype=config.kv_cache_dtype,
-        max_model_len=config.max_model_len,
-    )
+    with refuse_too_large("target", folder, device):
+        return TargetModel.load(
+            folder,
+            dtype=resolve_dtype(config.dtype, device),
+            device=device,
+            quantization=config.quantization,
+            fp8_activations=config.fp8_activations,
+            kv_cache_dtype=config.kv_cache_dtype,
+            max_model_len=config.max_model_len,
+        )
 
 
 def fix_threads(threads: int) -> None:

@@ -87,13 +87,16 @@ class Adaptation:
     def configs(self, work: Path, longest: int) -> dict[What, TrainConfig]:
         """Return the configuration of each training in a folder, in their order.
 
+        Where the head is not there yet, this takes the greatest depth and no present correction.
+
         Args:
             longest: most tokens of a sample, or more.
 
         Raises:
             UserError: the head or one of `overrides` is not usable.
         """
-        config = read_head(self.head).config
+        config = read_head(self.head).config if self.head.exists() else None
+        is_parallel = config is None or config.is_parallel
         data = {name: str(work / f"{name}.safetensors") for name in ("train", "validation")} | {
             "max_length": max(longest, 8),
             "batch_tokens": max(_BATCH_TOKENS.get(self.device.type, 8192), longest + _ROW_MULTIPLE),
@@ -103,8 +106,8 @@ class Adaptation:
             "target": str(self.target),
             "data": data,
             "method": {
-                "name": "peagle" if config.is_parallel else "eagle3",
-                "depth": config.trained_depth or 8,
+                "name": "peagle" if is_parallel else "eagle3",
+                "depth": 64 if config is None else config.trained_depth or 8,
             },
             "run": {
                 "seed": self.seed,
@@ -121,7 +124,7 @@ class Adaptation:
             runs["head"] = {"output": str(work), "head": init, "optimizer": {"steps": 1}}
         else:
             own |= {"start": "present", **_sizes(self.head, config)}
-        if self.what == "correction" or (config.is_parallel and self.with_correction):
+        if self.what == "correction" or (is_parallel and self.with_correction):
             runs["correction"] = {"output": str(work / "correction"), "correction": own}
         return {
             what: TrainConfig.of(base | run, self.overrides, source=f"--what {self.what}")
@@ -177,7 +180,7 @@ def check_adaptable(head: Path, what: What) -> DrafterConfig:
     return config
 
 
-def _sizes(head: Path, config: DrafterConfig) -> dict[str, int]:
+def _sizes(head: Path, config: DrafterConfig | None) -> dict[str, int]:
     """Return the sizes of the correction beside a head, {} without one."""
-    present = read_correction(head, config)
+    present = None if config is None else read_correction(head, config)
     return {} if present is None else {"rank": present.rank, "width": present.width}

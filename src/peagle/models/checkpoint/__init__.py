@@ -8,6 +8,7 @@ to the other.
 from peagle.models.checkpoint.convert import Conversion, compact_head, convert_head
 from peagle.models.checkpoint.correction import (
     CORRECTION_NAME,
+    blend_back,
     find_correction,
     head_identity,
     load_correction,

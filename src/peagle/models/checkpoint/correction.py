@@ -7,7 +7,7 @@ file that does, and refuses a head with tensors that it does not know.
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from peagle.models.drafter import Drafter, DrafterConfig
 
 CORRECTION_NAME = "correction.st"
 FORMAT_VERSION = 1
+_BLENDS = (0.75, 0.5, 0.25)
 _FORM = "gated"  # files of a version in between named other forms
 _KEY = "peagle_correction"  # of the file's metadata
 _SIZES = ("hidden_size", "vocab_size", "draft_vocab_size")
@@ -118,6 +119,30 @@ def copy_correction(source: Path, destination: Path, config: DrafterConfig) -> b
     else:
         shutil.copyfile(path, destination / CORRECTION_NAME)
     return True
+
+
+def blend_back(folder: Path, before: Path) -> Iterator[float]:
+    """Yield 1, then less and less: the share of its fit that the correction in `folder` keeps.
+
+    Its weights are before + share (fit - before), with those of the head in `before`. A head
+    without a correction counts as the fit with Wo = 0, whose term is 0. Nothing follows 1 where
+    the shapes differ.
+    """
+    yield 1.0
+    path, present = folder / CORRECTION_NAME, find_correction(before)
+    fit, facts = _read(path)
+    record = facts["record"]
+    none = fit | {"down.weight": torch.zeros_like(fit["down.weight"])}
+    old = none if present is None else _read(present)[0]
+    if any(old[name].shape != value.shape for name, value in fit.items()):
+        return
+    for share in _BLENDS:
+        blend = {
+            name: old[name].float().lerp(value.float(), share).to(value.dtype)
+            for name, value in fit.items()
+        }
+        _write(path, blend, facts | {"record": record | {"kept_share": share}})
+        yield share
 
 
 def load_correction(folder: str | Path, drafter: Drafter) -> DraftCorrection | None:

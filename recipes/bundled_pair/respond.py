@@ -1,6 +1,6 @@
 """Let the bundled target answer prompts: the text its heads are trained on.
 
-    python recipes/bundled_pair/responses.py --data build/pair --show
+    python recipes/bundled_pair/respond.py --data build/pair --show
 
 Reads `target/` and `response_prompts.npz` (arrays [N, P] of prompts of equal length) under
 `--data`; writes `responses.safetensors` and `responses_val.safetensors` (the last `--val` samples)
