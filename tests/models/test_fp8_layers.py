@@ -22,6 +22,7 @@ from peagle.models.acceleration import accelerate_target
 from peagle.models.fp8_layers import device_obstacle, experts_obstacle, multiplies_fp8
 from peagle.models.fusion import FusedPackedLinear, fuse
 from peagle.models.gated_mlps import GatedMLP, use_gated_mlps
+from peagle.models.joined_norms import join_norms
 from peagle.models.packed_layers import PackedLinear, experts_of
 from peagle.models.packed_loading import load_packed
 from peagle.models.quantization import quantization_of
@@ -354,6 +355,14 @@ def test_only_swiglu_is_joined_with_the_rounding(activation: str, tmp_path: Path
     assert use_gated_mlps(model) == 0
 
 
+@needs_interpreter
+def test_norms_that_others_read_stay(tmp_path: Path) -> None:
+    write(tmp_path, make_mixture())
+    model = load(tmp_path)
+    fuse(model)
+    assert join_norms(model) == 2, "routers read what comes before experts"
+
+
 @pytest.mark.slow
 @needs_interpreter
 def test_compiled_layers_compute_the_same(tmp_path: Path) -> None:
@@ -364,5 +373,8 @@ def test_compiled_layers_compute_the_same(tmp_path: Path) -> None:
     compiled = accelerate_target(target, [4], backend="eager")
     mlps = [m for m in target.model.modules() if isinstance(m, GatedMLP)]
     assert len(mlps) == 4 and use_gated_mlps(target.model) == 0
+    products = layers_of(target.model, FusedPackedLinear)
+    assert len(products) == 8 and all(product.norm is not None for product in products)
+    assert join_norms(target.model) == 0
     assert largest_difference(passes(target), before) < 1e-5
     assert compiled.left == {}

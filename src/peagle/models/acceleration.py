@@ -17,7 +17,9 @@ from peagle.models.compilation import CompiledLayers, cache_compiled_code, compi
 from peagle.models.drafter import Drafter
 from peagle.models.fusion import fuse
 from peagle.models.gated_mlps import use_gated_mlps
+from peagle.models.joined_norms import join_norms
 from peagle.models.packed_layers import use_experts
+from peagle.models.rotated_attention import use_rotation
 from peagle.models.routers import use_routers
 from peagle.models.skinny import use_skinny
 from peagle.models.target import TargetModel
@@ -68,6 +70,9 @@ def accelerate_target(
             use_routers(target.model)
         fuse(target.model)
         use_gated_mlps(target.model)
+        join_norms(target.model)
+        if backend == "inductor":
+            use_rotation(target.model)
         _use_skinny(target.model, backend, max_skinny_rows)
         target.compiled = _compile(target.model, num_rows, backend)
         decoder: Any = target.model.get_decoder()

@@ -22,6 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from peagle.attention.torch_backend import DenseCausalAttention
+from peagle.kernels.linear.fp8_linear import Norm
 from peagle.models.comparison import relative_difference, tolerance
 from peagle.models.packed_layers import PackedLinear
 from peagle.models.target_attention import decoder_layers
@@ -102,14 +103,20 @@ class FusedLinear(FusedProjections):
 
 
 class FusedPackedLinear(FusedProjections):
-    """Projections with one packed weight."""
+    """Projections with one packed weight.
+
+    Attributes:
+        norm: the RMSNorm of their input, if it is computed here (`models.joined_norms`).
+    """
 
     def __init__(self, linears: Sequence[PackedLinear]) -> None:
         super().__init__(linears)
         self.linear = PackedLinear.concatenate(linears)
+        self.norm: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+        norm = self.norm and Norm(self.norm.weight, self.norm.variance_epsilon)
+        return self.linear(x, norm)
 
     def tensors(self, rows: slice) -> dict[str, Tensor]:
         return {}
@@ -201,7 +208,7 @@ def fuse(model: transformers.PreTrainedModel) -> list[FusionResult]:
     layers = decoder_layers(model)
     groups = list(_groups(layers))
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    recordings = _record(model, [group.module for group in groups])
+    recordings = record_calls(model, [group.module for group in groups])
     results = []
     for group in groups:
         reason = group.obstacle(uses) or group.fuse(recordings[id(group.module)])
@@ -219,8 +226,8 @@ def fuse(model: transformers.PreTrainedModel) -> list[FusionResult]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
-    """One call of a module in the probe."""
+class RecordedCall:
+    """One call of a module in a pass over a few random tokens."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -257,7 +264,7 @@ class _Group:
             return "some have a bias and some have none"
         return None
 
-    def fuse(self, recordings: Sequence[_Recording]) -> str | None:
+    def fuse(self, recordings: Sequence[RecordedCall]) -> str | None:
         """Fuse, run the module again, and put the projections back if the results differ.
 
         Returns:
@@ -278,7 +285,9 @@ class _Group:
                 setattr(self.module, name, original)
         return reason
 
-    def _difference(self, fused: FusedProjections, recordings: Sequence[_Recording]) -> str | None:
+    def _difference(
+        self, fused: FusedProjections, recordings: Sequence[RecordedCall]
+    ) -> str | None:
         runs: list[None] = []
         hook = fused.register_forward_hook(lambda *_: runs.append(None))
         try:
@@ -316,17 +325,22 @@ def _groups(layers: Sequence[nn.Module]) -> Iterator[_Group]:
                     yield _Group(index, name, module, fused_name, projections)
 
 
-def _record(
+def record_calls(
     model: transformers.PreTrainedModel, modules: Sequence[nn.Module]
-) -> dict[int, list[_Recording]]:
-    """Record the calls of the modules in one pass over a few random tokens, by their ids."""
-    found: dict[int, list[_Recording]] = {id(module): [] for module in modules}
+) -> dict[int, list[RecordedCall]]:
+    """Return the calls of modules in one pass over a few random tokens, by the modules' ids.
+
+    Args:
+        model: as in `fuse`.
+        modules: of the model.
+    """
+    found: dict[int, list[RecordedCall]] = {id(module): [] for module in modules}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         # The caller may go on to change these in place.
         kept = tuple(x.clone() if isinstance(x, Tensor) else x for x in args)
         named = {k: x.clone() if isinstance(x, Tensor) else x for k, x in kwargs.items()}
-        found[id(module)].append(_Recording(kept, named, _first(output).clone()))
+        found[id(module)].append(RecordedCall(kept, named, _first(output).clone()))
 
     # A module with several groups is in the list as often.
     hooks = [

@@ -26,7 +26,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mlp: Any = self
-        return mlp.down_proj.after_swiglu(mlp.fused_gate_up_proj(x))
+        return mlp.down_proj(mlp.fused_gate_up_proj(x), "swiglu")
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from peagle.kernels.linear.experts import Activation, ExpertWeights, Gate, run_experts
 from peagle.kernels.linear.fp8_activations import FP8
+from peagle.kernels.linear.fp8_linear import Before
 from peagle.kernels.linear.packed_linear import packed_linear
 from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.models.comparison import relative_difference
@@ -69,18 +70,17 @@ class PackedLinear(nn.Module):
         numbers = torch.cat([q.view(torch.uint8) for q in found]).view(FP8) if found else None
         return PackedLinear(packed, torch.cat(biases) if biases else None, numbers=numbers)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.input_order is not None:
-            x = x[..., self.input_order]
-        return packed_linear(x, self.packed, self.bias, self.numbers)
-
-    def after_swiglu(self, gate_up: Tensor) -> Tensor:
-        """Compute the layer of silu(gate) * up.
+    def forward(self, x: Tensor, before: Before | None = None) -> Tensor:
+        """Compute the layer.
 
         Args:
-            gate_up: [..., 2K], all gates first; the layer has no `input_order`.
+            x: [..., K]; [..., 2K] if `before` is SwiGLU.
+            before: what is computed of x first; the layer has no `input_order` then.
         """
-        return packed_linear(gate_up, self.packed, self.bias, self.numbers, is_gated=True)
+        if self.input_order is not None:
+            assert before is None
+            x = x[..., self.input_order]
+        return packed_linear(x, self.packed, self.bias, self.numbers, before)
 
 
 def _hold(module: nn.Module, name: str, weight: PackedWeight) -> None:

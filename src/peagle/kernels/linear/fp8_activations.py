@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peagle.kernels.launch import launch, overlapping
+from peagle.kernels.launch import launch, overlapping, power_of_two
 
 BLOCK = 128  # inputs, and rows of a weight, that share a scale
 FP8 = torch.float8_e4m3fn
 _MANY_BLOCKS = 4096  # of 128 inputs: enough for programs that take 16
+_FEW_INPUTS = 2048  # of a row, which four warps norm
+_SMALLEST = 1e-10  # magnitude that counts as the largest
 _LIBRARY_ROWS = 16  # the library's rows of scales begin at multiples of 16 bytes
 
 
@@ -82,7 +84,7 @@ def quantise(x: Tensor, *, is_tiled: bool = False, is_gated: bool = False) -> Qu
             k,
             scale.stride(0),
             BLOCKS=of_program,
-            SMALLEST=1e-10,
+            SMALLEST=_SMALLEST,
             LARGEST=torch.finfo(FP8).max,
             GATED=is_gated,
             TILED=is_tiled,
@@ -112,3 +114,45 @@ def _quantise(x: Tensor, is_gated: bool) -> tuple[Tensor, Tensor]:
 @_quantise.register_fake
 def _(x: Tensor, is_gated: bool) -> tuple[Tensor, Tensor]:
     return _empty(x, x.shape[1] // (2 if is_gated else 1))
+
+
+@torch.library.custom_op(
+    "peagle::quantise_normed",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+)
+def quantise_normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Quantise x / sqrt(mean(x^2) + eps) * weight in Triton, row by row; q and scale.
+
+    Args:
+        x: [M, K], K a multiple of 128; weight: [K].
+        eps: of the RMSNorm.
+    """
+    from peagle.kernels.linear import fp8_activations_triton
+
+    x = x.contiguous()
+    num_rows, k = x.shape
+    q, scale = _empty(x, k)
+    if num_rows:
+        launch(
+            fp8_activations_triton.quantise_normed_kernel,
+            (num_rows,),
+            q,
+            scale,
+            x,
+            weight,
+            k,
+            scale.stride(0),
+            eps,
+            BLOCKS=power_of_two(k // BLOCK),
+            SMALLEST=_SMALLEST,
+            LARGEST=torch.finfo(FP8).max,
+            **overlapping(x.device),
+            num_warps=4 if k <= _FEW_INPUTS else 8,
+        )
+    return q, scale
+
+
+@quantise_normed.register_fake
+def _(x: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    return _empty(x, x.shape[1])

@@ -50,3 +50,33 @@ def quantise_kernel(
     q_ptrs = q_ptr + number[:, None] * BLOCK + place
     tl.store(q_ptrs, q.to(q_ptr.dtype.element_ty), mask=is_block[:, None])
     tl.store(scale_ptr + block * stride_scale + row, scale, mask=is_block)
+
+
+@triton.jit(do_not_specialize=["eps"])
+def quantise_normed_kernel(
+    q_ptr,  # float8e4nv [M, K], contiguous
+    scale_ptr,  # float32 [K / 128, stride_scale]
+    x_ptr,  # [M, K], contiguous
+    weight_ptr,  # [K]
+    num_k,
+    stride_scale,
+    eps,
+    BLOCKS: tl.constexpr,  # a power of two, at least K / 128
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Quantise one row of x / sqrt(mean(x^2) + eps) * weight as `quantise_kernel` does."""
+    wait_for_inputs(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    place = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    is_input = place < num_k
+    x = tl.load(x_ptr + row * num_k + place, mask=is_input, other=0.0).to(tl.float32)
+    mean = tl.sum(tl.sum(x * x, 1), 0) / num_k
+    weight = tl.load(weight_ptr + place, mask=is_input, other=0.0).to(tl.float32)
+    x = x * (1.0 / tl.sqrt(mean + eps)) * weight
+    scale = tl.maximum(tl.max(tl.abs(x), 1), SMALLEST) / LARGEST
+    q = (x / scale[:, None]).to(q_ptr.dtype.element_ty)
+    tl.store(q_ptr + row * num_k + place, q, mask=is_input)
+    tl.store(scale_ptr + block * stride_scale + row, scale, mask=block < num_k // BLOCK)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,18 @@ _FEW_OUTPUTS = 4096
 _CAPABILITY = (9, 0)
 _CUDA = (12, 9)  # cuBLAS has block scales from this version on
 _MIN_STEPS = 4  # of 128 inputs, in a share of a sum
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The RMSNorm x / sqrt(mean(x^2) + eps) * weight, with a weight [K]."""
+
+    weight: Tensor
+    eps: float
+
+
+# What a layer may compute of its input first: a norm, or silu(gate) * up of all gates and all up.
+Before = Norm | Literal["swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +76,24 @@ def fp8_linear(
     numbers: Tensor,
     scale: Tensor,
     bias_N: Tensor | None = None,
-    *,
-    is_gated: bool = False,
+    before: Before | None = None,
 ) -> Tensor:
     """Compute x W^T + bias over x in FP8, [M, N] in the type of x; on a CPU in plain torch.
 
-    A compiler sees the operators `peagle::quantise` and `peagle::fp8_product`. NaN or infinity in
-    a row of x makes that row of the result NaN, and changes no other row.
+    A compiler sees operators. NaN or infinity in a row of x makes that row of the result NaN, and
+    changes no other row.
 
     Args:
-        x: [M, K]; if `is_gated`, [M, 2K], all gates first: silu(gate) * up is multiplied.
+        x: [M, K]; [M, 2K] if `before` is SwiGLU.
         numbers: `PackedWeight.fp8_numbers` of the weight.
         scale: its scales, float32 [N / 128, K / 128].
         bias_N: [N].
+        before: what is computed of x and rounded, in one kernel.
     """
-    rows = torch.ops.peagle.quantise(x, is_gated)
+    if isinstance(before, Norm):
+        rows = torch.ops.peagle.quantise_normed(x, before.weight, before.eps)
+    else:
+        rows = torch.ops.peagle.quantise(x, before == "swiglu")
     out = torch.ops.peagle.fp8_product(*rows, numbers, scale, x.shape[0]).to(x.dtype)
     return out if bias_N is None else out + bias_N
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.kernels.linear.experts import can_use_registers, grouped_product, layout_of, make_weight
-from peagle.kernels.linear.fp8_linear import MIN_ROWS, fp8_linear
+from peagle.kernels.linear.fp8_linear import MIN_ROWS, Before, Norm, fp8_linear
 from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.kernels.linear.unpacking import unpack_weight
 
@@ -28,17 +28,17 @@ def packed_linear(
     weight: PackedWeight,
     bias_N: Tensor | None = None,
     numbers: Tensor | None = None,
-    *,
-    is_gated: bool = False,
+    before: Before | None = None,
 ) -> Tensor:
     """Compute x W^T + bias; a compiler sees `peagle::packed_linear`, or what `fp8_linear` says.
 
     Args:
-        x: [..., K]; if `is_gated`, [..., 2K], all gates first: silu(gate) * up is multiplied.
+        x: [..., K]; [..., 2K] if `before` is SwiGLU.
         weight: [N, K].
         bias_N: [N].
         numbers: `PackedWeight.fp8_numbers` of the weight: x is rounded to FP8 where it has
             `fp8_linear.MIN_ROWS` rows or more. None: it never is.
+        before: what is computed of x first; with x in FP8 in the kernel that rounds it.
 
     Returns:
         [..., N], contiguous.
@@ -46,9 +46,12 @@ def packed_linear(
     x_MK = x.reshape(-1, x.shape[-1])
     if numbers is not None and x_MK.shape[0] >= MIN_ROWS:
         assert weight.scale is not None
-        out_MN = fp8_linear(x_MK, numbers, weight.scale, bias_N, is_gated=is_gated)
+        out_MN = fp8_linear(x_MK, numbers, weight.scale, bias_N, before)
     else:
-        if is_gated:
+        if isinstance(before, Norm):
+            x_MK = F.rms_norm(x_MK.float(), x_MK.shape[1:], eps=before.eps).to(x.dtype)
+            x_MK = before.weight * x_MK
+        elif before:
             gate_MK, up_MK = x_MK.chunk(2, dim=1)
             x_MK = F.silu(gate_MK) * up_MK
         out_MN = torch.ops.peagle.packed_linear(
