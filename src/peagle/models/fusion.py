@@ -112,11 +112,16 @@ class FusedPackedLinear(FusedProjections):
     def __init__(self, linears: Sequence[PackedLinear]) -> None:
         super().__init__(linears)
         self.linear = PackedLinear.concatenate(linears)
-        self.norm: Any = None
+        self.norm: nn.Module | None = None
+        self._before: Norm | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = self.norm and Norm(self.norm.weight, self.norm.variance_epsilon)
-        return self.linear(x, norm)
+        return self.linear(x, self._before)
+
+    def take_norm(self, norm: Any) -> None:
+        """Compute a norm of the input from now on: one with a weight and an epsilon, or none."""
+        self.norm = norm
+        self._before = None if norm is None else Norm(norm.weight, norm.variance_epsilon)
 
     def tensors(self, rows: slice) -> dict[str, Tensor]:
         return {}

@@ -40,13 +40,13 @@ def join_norms(model: transformers.PreTrainedModel) -> int:
             norm, product = getattr(layer, name, None), _find(layer, path)
             if product is None or product.norm is not None or not _is_plain_norm(norm, product):
                 continue
-            product.norm = norm
+            product.take_norm(norm)
             setattr(layer, name, nn.Identity())
             if all(_is_same(layer, call) for call in recordings[id(layer)]):
                 moved += 1
             else:
                 setattr(layer, name, norm)
-                product.norm = None
+                product.take_norm(None)
     return moved
 
 

@@ -193,7 +193,7 @@ def choose_linear_config(num_rows: int, n: int, k: int) -> LinearConfig:
         if num_rows <= 32
         else (32, 4, 160)
         if num_rows <= 64
-        else (64, 4, 120)
+        else (64, 4, 130)
     )
     programs, steps = -(-num_rows // block_m) * (n // 64), k // BLOCK
     split_k = 1
