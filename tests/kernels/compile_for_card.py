@@ -318,12 +318,12 @@ def fp8() -> dict[str, dict[str, Any]]:
     }
     types = dict.fromkeys(("x_scale_ptr", "scale_ptr", "partial_ptr"), "*fp32")
     types |= dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv")
-    types |= {"out_ptr": "*bf16", "arrivals_ptr": "*i32"}
+    types |= {"out_ptr": "*bf16", "residual_ptr": "*bf16", "arrivals_ptr": "*i32"}
     kernel = fp8_linear_gluon.linear_kernel
     for rows in (16, 64):
         cut = choose_linear_config(rows, 4096, 4096)
         constants = {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "SPLIT_K": cut.split_k}
-        constants["STAGES"] = cut.num_stages
+        constants |= {"STAGES": cut.num_stages, "HAS_RESIDUAL": rows == 64}
         options = {"num_warps": cut.num_warps}
         loose = ("num_rows", "stride_scale_row")
         found[f"product of {rows}"] = compile_kernel(

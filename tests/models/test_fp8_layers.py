@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 
 from peagle import LLM
 from peagle.attention.torch_backend import DenseCausalAttention
@@ -18,18 +19,20 @@ from peagle.kernels.linear import experts as experts_module
 from peagle.kernels.linear import fp8_activations, fp8_linear
 from peagle.kernels.linear.experts import ExpertWeights
 from peagle.kernels.linear.fp8_linear import MIN_ROWS
+from peagle.kernels.linear.packed_linear import packed_linear
 from peagle.models.acceleration import accelerate_target
 from peagle.models.fp8_layers import device_obstacle, experts_obstacle, multiplies_fp8
 from peagle.models.fusion import FusedPackedLinear, fuse
 from peagle.models.gated_mlps import GatedMLP, use_gated_mlps
 from peagle.models.joined_norms import join_norms
+from peagle.models.joined_residuals import ResidualPass, join_residuals
 from peagle.models.packed_layers import PackedLinear, experts_of
 from peagle.models.packed_loading import load_packed
 from peagle.models.quantization import quantization_of
 from peagle.models.target import TargetModel
 from peagle.models.target_facts import load_config, precision_of
 from tests.kernels.devices import FP8_DEVICES, INTERPRETED, WITHOUT_FP8
-from tests.kernels.linear.test_fp8_linear import quantise_in_torch
+from tests.kernels.linear.test_fp8_linear import make_weight, quantise_in_torch
 from tests.models.paging import largest_difference
 from tests.models.test_packed_layers import passes
 from tests.models.test_packed_loading import (
@@ -361,6 +364,36 @@ def test_norms_that_others_read_stay(tmp_path: Path) -> None:
     model = load(tmp_path)
     fuse(model)
     assert join_norms(model) == 2, "routers read what comes before experts"
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("exact_rounding")
+def test_residuals_are_added_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of a product and what came in are one node; products that others read stay alone."""
+    monkeypatch.setattr(inductor_config, "post_grad_custom_post_pass", None)
+    join_residuals()
+    graphs, joined = list[str](), ResidualPass.__call__
+
+    def note(own: ResidualPass, graph: torch.fx.Graph) -> None:
+        joined(own, graph)
+        graphs.append(str(graph))
+
+    torch.manual_seed(0)
+    weight = make_weight(128, 256, "cpu")
+    numbers = weight.fp8_numbers()
+
+    def layer(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        first = residual + packed_linear(x, weight, None, numbers)
+        other = packed_linear(x * 2, weight, None, numbers)
+        return first, other + residual * other
+
+    monkeypatch.setattr(ResidualPass, "__call__", note)
+    x, residual = torch.randn(1, 48, 256), torch.randn(1, 48, 128)
+    torch._dynamo.reset()
+    found = torch.compile(layer, fullgraph=True, dynamic=True)(x, residual)
+    assert largest_difference(list(found), list(layer(x, residual))) < 1e-5
+    (graph,) = graphs
+    assert graph.count("peagle.fp8_product") == 2 and graph.count("aten.add") == 1
 
 
 @pytest.mark.slow

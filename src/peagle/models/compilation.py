@@ -292,6 +292,9 @@ def compile_layers(
     if backend == "inductor":
         cache_compiled_code()
         wait_before_reading()
+        from peagle.models.joined_residuals import join_residuals
+
+        join_residuals()
     from torch._dynamo import config as dynamo_config
 
     for name in ("recompile_limit", "accumulated_recompile_limit"):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from peagle.kernels.linear import fp8_linear as fp8_linear_module
 from peagle.kernels.linear.experts import layout_of
 from peagle.kernels.linear.fp8_activations import (
     FP8,
@@ -31,6 +32,7 @@ from peagle.kernels.linear.fp8_linear import (
 from peagle.kernels.linear.packed_linear import packed_linear
 from peagle.kernels.linear.packed_weights import PackedWeight, make_fp8
 from tests.kernels.devices import DEVICES, FP8_DEVICES, WITHOUT_FP8, compile_for_card
+from tests.kernels.gluon_in_torch import launcher_of
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -157,6 +159,21 @@ def test_products_of_the_same_numbers(rows: int, device: str) -> None:
     assert distance(found, F.linear(x.double(), plain(weight)) + added) < 2**-4
 
 
+@pytest.mark.parametrize("rows", [1, 35, 70])
+@pytest.mark.parametrize("split_k", [1, 4])
+def test_the_kernel_on_a_cpu(split_k: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(rows)
+    in_torch = launcher_of("peagle.kernels.linear.fp8_linear_gluon", "linear_kernel")
+    monkeypatch.setattr(fp8_linear_module, "launch", in_torch)
+    weight, x = make_weight(N, 1280, "cpu"), quantise_in_torch(torch.randn(rows, 1280))
+    assert weight.scale is not None
+    given = x.q, x.scale, weight.fp8_numbers(), weight.scale
+    residual, cut = torch.randn(rows, N).bfloat16(), LinearConfig(32, 64, 3, 4, split_k)
+    found = fp8_product(*given, config=cut)
+    assert distance(found, fp8_product_reference(*given).double()) < 3e-3
+    assert torch.equal(fp8_product(*given, residual, cut), found + residual)
+
+
 @pytest.mark.parametrize("device", FP8_DEVICES)
 @pytest.mark.parametrize("rows", [5, 140])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -206,12 +223,12 @@ def test_our_products_and_the_librarys(rows: int, n: int, k: int) -> None:
     given = x.scale, weight.fp8_numbers(), weight.scale
     expected = fp8_product_reference(x.q, *given)[:rows].double()
     configs = [None, *(LinearConfig(m, c, 3, w, s) for m, c, w, s in CUTS)]
+    residual = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16)
     for config in configs:
-        found = fp8_product(x.q[:rows], *given, config)
+        found = fp8_product(x.q[:rows], *given, config=config)
         assert distance(found, expected) < 5e-3, config
-        # Scales of one row together, as compiled layers give them.
-        spread = x.scale.T.contiguous().T
-        assert torch.equal(fp8_product(x.q[:rows], spread, *given[1:], config), found), config
+        added = fp8_product(x.q[:rows], *given, residual, config)
+        assert torch.equal(added, found + residual), config
     if k > 128:  # of the smallest the library takes other strides
         assert distance(library_product(x.q, *given)[:rows], expected) < 5e-3
 

@@ -94,7 +94,7 @@ def fp8_linear(
         rows = torch.ops.peagle.quantise_normed(x, before.weight, before.eps)
     else:
         rows = torch.ops.peagle.quantise(x, before == "swiglu")
-    out = torch.ops.peagle.fp8_product(*rows, numbers, scale, x.shape[0]).to(x.dtype)
+    out = torch.ops.peagle.fp8_product(*rows, numbers, scale, x.shape[0], None).to(x.dtype)
     return out if bias_N is None else out + bias_N
 
 
@@ -114,20 +114,36 @@ def fp8_obstacle(device: torch.device) -> str | None:
 @torch.library.custom_op(
     "peagle::fp8_product",
     mutates_args=(),
-    schema="(Tensor q, Tensor scale_of_x, Tensor numbers, Tensor scale, SymInt num_rows) -> Tensor",
+    schema="(Tensor q, Tensor scale_of_x, Tensor numbers, Tensor scale, SymInt num_rows, "
+    "Tensor? residual) -> Tensor",
 )
 def _fp8_product(
-    q: Tensor, scale_of_x: Tensor, numbers: Tensor, scale: Tensor, num_rows: int
+    q: Tensor,
+    scale_of_x: Tensor,
+    numbers: Tensor,
+    scale: Tensor,
+    num_rows: int,
+    residual: Tensor | None,
 ) -> Tensor:
-    if q.device.type != "cuda":
-        return fp8_product_reference(q, scale_of_x, numbers, scale)[:num_rows]
-    if num_rows <= (MAX_OWN_ROWS if numbers.shape[0] > _FEW_OUTPUTS else MAX_OWN_ROWS_OF_FEW):
-        return fp8_product(q[:num_rows], scale_of_x, numbers, scale)
-    return library_product(q, scale_of_x, numbers, scale)[:num_rows]
+    n = numbers.shape[0]
+    added = None if residual is None else residual.reshape(num_rows, n).contiguous()
+    most = MAX_OWN_ROWS if n > _FEW_OUTPUTS else MAX_OWN_ROWS_OF_FEW
+    if q.device.type == "cuda" and num_rows <= most:
+        return fp8_product(q[:num_rows], scale_of_x, numbers, scale, added)
+    product = library_product if q.device.type == "cuda" else fp8_product_reference
+    out = product(q, scale_of_x, numbers, scale)[:num_rows]
+    return out if added is None else out + added
 
 
 @_fp8_product.register_fake
-def _(q: Tensor, scale_of_x: Tensor, numbers: Tensor, scale: Tensor, num_rows: int) -> Tensor:
+def _(
+    q: Tensor,
+    scale_of_x: Tensor,
+    numbers: Tensor,
+    scale: Tensor,
+    num_rows: int,
+    residual: Tensor | None,
+) -> Tensor:
     dtype = torch.bfloat16 if q.device.type == "cuda" else torch.float32
     return q.new_empty(num_rows, numbers.shape[0], dtype=dtype)
 
@@ -137,6 +153,7 @@ def fp8_product(
     scale_of_x: Tensor,
     numbers: Tensor,
     scale: Tensor,
+    residual: Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> Tensor:
     """Multiply in Gluon on a card of compute capability 9.0, bfloat16 [M, N].
@@ -145,6 +162,7 @@ def fp8_product(
         q: the rounded rows of x, [M, K], contiguous.
         scale_of_x: float32 [K / 128, M or more].
         numbers: [N, K], contiguous; scale: float32 [N / 128, K / 128], contiguous.
+        residual: bfloat16 [M, N], contiguous, is added to the rounded product.
         config: default `choose_linear_config`.
     """
     from peagle.kernels.linear import fp8_linear_gluon
@@ -168,6 +186,7 @@ def fp8_product(
         scale_of_x,
         numbers,
         scale,
+        out if residual is None else residual,
         partial,
         counters,
         num_rows,
@@ -178,6 +197,7 @@ def fp8_product(
         BLOCK_N=cut.block_n,
         SPLIT_K=cut.split_k,
         STAGES=cut.num_stages,
+        HAS_RESIDUAL=residual is not None,
         **overlapping(q.device),
         num_warps=cut.num_warps,
     )

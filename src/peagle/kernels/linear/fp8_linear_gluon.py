@@ -32,6 +32,7 @@ def linear_kernel(
     x_scale_ptr,  # float32 [K / 128, M or more]
     weight_ptr,  # float8e4nv [N, K], contiguous
     scale_ptr,  # float32 [N / 128, K / 128], contiguous
+    residual_ptr,  # as out; not looked at without HAS_RESIDUAL
     partial_ptr,  # float32 [tiles, SPLIT_K, BLOCK_N * BLOCK_M], where SPLIT_K > 1
     arrivals_ptr,  # int32 [tiles], zero before and after, where SPLIT_K > 1
     num_rows,
@@ -43,6 +44,7 @@ def linear_kernel(
     BLOCK_N: gl.constexpr,
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
     """Compute one share of K of one tile, W x^T."""
@@ -128,5 +130,9 @@ def linear_kernel(
     out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), OUT)
     n = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))
-    out_ptrs = out_ptr + m.to(gl.int64)[None, :] * num_columns + n[:, None]
-    gl.store(out_ptrs, out, mask=(m < num_rows)[None, :] & (n < num_columns)[:, None])
+    at = m.to(gl.int64)[None, :] * num_columns + n[:, None]
+    is_there = (m < num_rows)[None, :] & (n < num_columns)[:, None]
+    if HAS_RESIDUAL:
+        residual = gl.load(residual_ptr + at, mask=is_there, other=0.0)
+        out = (out.to(gl.float32) + residual.to(gl.float32)).to(out.dtype)
+    gl.store(out_ptr + at, out, mask=is_there)
