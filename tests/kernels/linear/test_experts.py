@@ -356,6 +356,31 @@ def test_products_in_registers_say_what_the_reference_says(
     check(found, grouped_product_reference(x.double(), *exact, gate, index[:9] * 0))
 
 
+@pytest.mark.parametrize("format", ["fp8 128", "fp8 channel", "mxfp4"])
+@pytest.mark.parametrize("experts", [1, 3])
+@pytest.mark.parametrize("rows", [1, 10, 30, 60, 200])
+def test_products_take_every_choice(
+    rows: int, experts: int, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Configurations that `choose_config` finds for a card compute what they should."""
+    torch.manual_seed(rows)
+    kind: dict[str, Any] = {"device": "cpu", "dtype": torch.bfloat16}
+    weight, x = make_weight(format, experts, 64, 256, **kind), torch.randn(rows, 256).to(**kind)
+    index, config = (
+        torch.randint(experts, (rows,)),
+        choose_config(rows, experts, weight, registers=True),
+    )
+    in_torch = launcher_of("peagle.kernels.linear.packed_gluon", "packed_kernel")
+    plan = plan_tiles(index, experts, config.block_m)
+    monkeypatch.setattr("peagle.kernels.linear.experts.launch", in_torch)
+    exact, given = PackedWeight(weight.unpack(torch.float64)), (None, None)
+    if experts == 1:
+        found = grouped_product(x, weight.expert(0), config=config)
+    else:
+        found = grouped_product(x, weight, index_S=index, plan=plan, config=config)
+    check(found, grouped_product_reference(x.double(), exact, *given, index))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("rows", "k"), [(1, 96), (17, 32), (129, 160)])
