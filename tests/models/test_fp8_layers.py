@@ -270,7 +270,7 @@ def test_experts_multiply_fp8_activations(
 
     many, few = run(40), run(31)
     monkeypatch.setattr("peagle.models.packed_layers.run_experts", experts_in_torch)
-    assert distance(many, run(40)) < (1e-3 if device == "cpu" else 4e-2)
+    assert distance(many, run(40)) < (1e-3 if device == "cpu" else 6e-2)
     assert distance(few, run(31)) > (1e-3 if device == "cpu" else 0)
 
 

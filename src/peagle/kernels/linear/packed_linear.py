@@ -49,8 +49,9 @@ def packed_linear(
         out_MN = fp8_linear(x_MK, numbers, weight.scale, bias_N, before)
     else:
         if isinstance(before, Norm):
-            x_MK = F.rms_norm(x_MK.float(), x_MK.shape[1:], eps=before.eps).to(x.dtype)
-            x_MK = before.weight * x_MK
+            mean_M1 = x_MK.float().square().mean(1, keepdim=True)
+            normed_MK = x_MK.float() * torch.rsqrt(mean_M1 + before.eps)
+            x_MK = before.weight * normed_MK.to(x.dtype)
         elif before:
             gate_MK, up_MK = x_MK.chunk(2, dim=1)
             x_MK = F.silu(gate_MK) * up_MK
