@@ -539,7 +539,7 @@ def corrections() -> dict[str, dict[str, Any]]:
     ):
         types = {n: "*bf16" for n in kernel.arg_names if n[-4:] == "_ptr"}
         types |= {n: "*i64" for n in ("drafts_ptr", "d2t_ptr", "which_ptr") if n in types}
-        types |= {n: "*i32" for n in types if n.endswith("argmax_ptr")}
+        types |= {n: "*i32" for n in types if n.endswith(("argmax_ptr", "order_ptr"))}
         types |= {n: "*fp32" for n in types if n.endswith("_max_ptr")}
         constants = {n: v for n, v in {**sizes, **own}.items() if n in kernel.arg_names}
         loose = ("num_rows", "num_chunks")  # sizes of corrections are multiples of 16

@@ -1,14 +1,15 @@
 """The corrected logits of one slot, and the walk over all slots with argmax drafts.
 
 The reference is `models.correction.DraftCorrection`. Where it has several corrections, a program
-goes through those of its rows, from the least number to the greatest.
+goes through those of its rows, from the least number to the greatest. A walk takes the rows in
+their order, so that most programs have rows of one.
 
 Shapes: N rows (one a sequence), J slots, W width of the term, r its rank, V target and DV draft
 vocabulary, C chunks of a row.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import triton
@@ -233,6 +234,23 @@ def _correct_kernel(
 
 
 @triton.jit
+def _order_kernel(order_ptr, which_ptr, num_rows, ROWS: tl.constexpr, OTHERS: tl.constexpr):
+    """Put the rows in the order of their corrections, rows of one as they come; one program."""
+    n = tl.arange(0, ROWS)
+    is_row = n < num_rows
+    which = tl.load(which_ptr + n, mask=is_row, other=0)
+    place = tl.zeros((ROWS,), tl.int32)
+    for first in range(0, num_rows, OTHERS):
+        m = first + tl.arange(0, OTHERS)
+        other = tl.load(which_ptr + m, mask=m < num_rows, other=0)[None, :]
+        is_before = (other < which[:, None]) | (
+            (other == which[:, None]) & (m[None, :] < n[:, None])
+        )
+        place += tl.sum((is_before & (m < num_rows)[None, :]).to(tl.int32), 1)
+    tl.store(order_ptr + place, n, mask=is_row)
+
+
+@triton.jit
 def _walk_kernel(
     logits_ptr,
     logits_stride,
@@ -246,6 +264,7 @@ def _walk_kernel(
     drafts_stride,
     d2t_ptr,
     which_ptr,
+    order_ptr,
     tokens_ptr,
     down_ptr,
     weight_ptr,
@@ -277,6 +296,8 @@ def _walk_kernel(
     r, w = tl.arange(0, RANK), tl.arange(0, WIDTH)
     v = tl.program_id(1) * TILES * TOKENS + tl.arange(0, TOKENS)
     is_row, is_token = n < num_rows, v < vocab_size
+    if HAS_CHOICE and not IS_FIRST:
+        n = tl.load(order_ptr + n, mask=is_row, other=0)
     is_inner = is_row[:, None] & (w < width)[None, :]
     row = n.to(tl.int64)
     logits_at = logits_ptr + row[:, None] * logits_stride
@@ -439,10 +460,13 @@ def correct_logits(
 
 @dataclass(frozen=True, slots=True)
 class WalkScratch:
-    """Greatest corrected logit of each chunk of N rows of two slots, and where it stands."""
+    """Greatest corrected logit of each chunk of N rows of two slots, and where it stands; and the
+    rows in the order of their corrections.
+    """
 
     max_2NC: Tensor
     argmax_2NC: Tensor
+    order_N: Tensor
 
     @classmethod
     def allocate(cls, num_rows: int, weights: tuple[Tensor, Tensor, Tensor]) -> Self:
@@ -453,6 +477,7 @@ class WalkScratch:
         return cls(
             torch.zeros(shape, dtype=torch.float32, device=device),
             torch.zeros(shape, dtype=torch.int32, device=device),
+            torch.zeros(num_rows, dtype=torch.int32, device=device),
         )
 
 
@@ -488,9 +513,9 @@ def walk_chains(
 ) -> None:
     """Choose argmax drafts slot after slot, each corrected by the drafts before it.
 
-    Launches: one a slot, and one more. On cards from compute capability 9.0 on, a launch begins
-    while the one before it is at work (programmatic dependent launch). The logits stay as they are;
-    of equal ones the first is taken.
+    Launches: one a slot and one more, with several corrections two more. On cards from compute
+    capability 9.0 on, a launch begins while the one before it is at work (programmatic dependent
+    launch). The logits stay as they are; of equal ones the first is taken.
 
     Args:
         logits_NJV: the head's own, any strides between rows.
@@ -509,6 +534,9 @@ def walk_chains(
     assert all(x.is_contiguous() for x in weights)
     tile = _WalkTile.of(weights)
     overlaps = DeviceLimits.of(weight_Vr.device).overlaps_launches
+    if which_N is not None and num_rows:
+        sizes: Any = {"ROWS": power_of_two(num_rows), "OTHERS": 16, "num_warps": 4}
+        launch(_order_kernel, (1,), scratch.order_N, which_N, num_rows, **sizes)
     for j in range(num_slots):
         old, new = (j + 1) % 2, j % 2
         launch(
@@ -526,6 +554,7 @@ def walk_chains(
             out_NJ.stride(0),
             scratch.argmax_2NC if d2t is None else d2t,
             out_NJ if which_N is None else which_N,
+            scratch.order_N,
             *weights,
             num_rows,
             tokens_VW.shape[-2],
