@@ -383,10 +383,11 @@ def test_residuals_are_added_by_products(monkeypatch: pytest.MonkeyPatch) -> Non
     weight = make_weight(128, 256, "cpu")
     numbers = weight.fp8_numbers()
 
-    def layer(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         first = residual + packed_linear(x, weight, None, numbers)
-        other = packed_linear(x * 2, weight, None, numbers)
-        return first, other + residual * other
+        other, own, row = (packed_linear(x * i, weight, None, numbers) for i in (2, 3, 4))
+        broadcast = row.view(-1, 1, 128) + residual.expand(2, -1, -1).transpose(0, 1)
+        return first, other + residual * other, own + own, broadcast
 
     monkeypatch.setattr(ResidualPass, "__call__", note)
     x, residual = torch.randn(1, 48, 256), torch.randn(1, 48, 128)
@@ -394,7 +395,7 @@ def test_residuals_are_added_by_products(monkeypatch: pytest.MonkeyPatch) -> Non
     found = torch.compile(layer, fullgraph=True, dynamic=True)(x, residual)
     assert largest_difference(list(found), list(layer(x, residual))) < 1e-5
     (graph,) = graphs
-    assert graph.count("peagle.fp8_product") == 2 and graph.count("aten.add") == 1
+    assert graph.count("peagle.fp8_product") == 4 and graph.count("aten.add") == 3
 
 
 @pytest.mark.slow

@@ -39,17 +39,17 @@ def join_residuals() -> None:
 
 def _joins(graph: Graph, added: Node, residual: Node, term: Any) -> bool:
     """Put a product with the residual in place of a sum, if a term of it is a product."""
-    views: list[Node] = []
+    views, whole = list[Node](), term
     while isinstance(term, Node) and term.target in _VIEWS and len(term.users) == 1:
         views.append(term)
         term = term.args[0]
     product = torch.ops.peagle.fp8_product.default
     if not isinstance(term, Node) or term.target is not product or len(term.users) != 1:
         return False
-    values = [node.meta["val"] for node in (residual, added, term)]
-    is_alike = len({value.dtype for value in values}) == 1 and values[0].shape == values[1].shape
+    first, *others = (node.meta["val"] for node in (residual, added, whole))
+    is_alike = all((x.dtype, x.shape) == (first.dtype, first.shape) for x in others)
     *given, before = term.args
-    if not is_alike or before is not None:
+    if not is_alike or before is not None or residual is whole:
         return False
     with graph.inserting_before(added):
         result = graph.call_function(product, (*given, residual))
