@@ -169,6 +169,7 @@ def test_a_fit_that_forgets_is_blended_back(
         loss = property(lambda _, left=losses: left.pop(0))
         monkeypatch.setattr("peagle.evaluation.adaptation.AcceptanceChange.loss", loss)
         options = ["--old", old, "--steps", 1, "--format", "json"]
+        options += ["--set", "correction.start=present"]  # as it is without
         told = json.loads(on_tiny(peagle, pair, tmp_path, *options).out)
         assert told["kept_share"] == kept and told["old_validation"] and not losses
         folder = (tmp_path / "new").rename(tmp_path / str(kept))

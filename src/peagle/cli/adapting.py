@@ -316,8 +316,8 @@ def _read(plan: AdaptPlan, options: TrainingOptions, line: ProgressLine) -> Adap
                 f"{round(MIN_CONVERSATIONS / _HELD_OUT_SHARE)} in all. Give more data."
             )
         # A fit from a fresh start has nothing in common with the old correction.
-        fresh = any(one.startswith("correction.start") for one in options.overrides or ())
-        if options.what == "correction" and not fresh:
+        configs = plan.adaptation.configs(plan.output, options.max_length)
+        if options.what == "correction" and configs["correction"].correction.start == "present":
             # The hashes of the first tenth are in `tested`.
             more, chooses = more.split(_HELD_OUT_SHARE + _VALIDATION_SHARE)
             old_validation = measured(turns_of(chooses))
