@@ -6,6 +6,8 @@ After `models.fusion.fuse`, a norm of a decoder layer may be read by one product
 gate/up. Where that multiplies FP8 activations, one kernel norms and rounds its input.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

@@ -6,6 +6,8 @@ After `models.fusion.fuse`, queries, keys and values of an attention module of t
 product. A compiler makes two or more kernels of what follows, one of ours reads the product once.
 """
 
+from __future__ import annotations
+
 from functools import cache
 from typing import Any
 
