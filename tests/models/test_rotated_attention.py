@@ -37,3 +37,9 @@ def test_computes_what_the_module_did(name: str) -> None:
     assert count == rotated(target) == (4 if name in ROTATED else 0)
     assert use_rotation(target.model) == 0
     assert largest_difference(passes(target), before) < 1e-4
+
+
+def test_float64_keeps_its_precision() -> None:
+    target = make_target("llama")
+    fuse(target.model)
+    assert use_rotation(target.model) == 0
