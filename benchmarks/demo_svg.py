@@ -19,6 +19,11 @@ from peagle.cli import demo
 from peagle.cli.main import run
 
 WIDTH = 92
+SPARED = re.compile(
+    r"@font-face \{.*?\}\s*|<clipPath id=\"t-line-\d+\">.*?</clipPath>"
+    r"| clip-path=\"url\(#t-line-\d+\)\"",
+    re.DOTALL,
+)
 
 
 class PictureView(demo.LiveView):
@@ -48,9 +53,9 @@ def main() -> int:
     demo.make_view = lambda console, output_format: PictureView(console)
     status = run(["demo", *sys.argv[2:]])
     if status == 0:
-        picture = console.export_svg(title="peagle demo", theme=MONOKAI)
-        # Without the fonts that rich would have fetched from elsewhere.
-        Path(sys.argv[1]).write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
+        picture = console.export_svg(title="peagle demo", theme=MONOKAI, unique_id="t")
+        # Without fonts that rich would fetch from elsewhere, clips of lines and indentation.
+        Path(sys.argv[1]).write_text(re.sub(r"\s*\n\s*", "\n", SPARED.sub("", picture)))
     return status
 
 

@@ -22,10 +22,6 @@ columns, in microseconds of one layer:
 - fp8 x fp8: the fastest candidate that multiplies FP8 activations, and the time of quantising them
   (1 x 128), which comes on top; of "experts whole" it is part of the candidate.
 
-The engine reads FP8 weights of linear layers as they are stored for up to 256 tokens on an H100. It
-unpacks them to bfloat16 in each call for more, and the library multiplies. Experts are read as they
-are stored up to 1024 assignments an expert. All are multiplied in bfloat16 with sums in float32.
-
 Time is of CUDA graphs that call copies of the weights in turn, together larger than the L2. A step
 has --queries rows of each sequence, over a cache of --context positions; attention and counts round
 tokens up to whole sequences. A candidate that differs from float32 products of the same quantised

@@ -3,12 +3,8 @@
     python recipes/smollm2/make.py TARGET --output build/smollm2
     python recipes/smollm2/make.py TARGET --output build/trial --prompts 64 --minutes 0.2
 
-Phases, each of existing commands, which `logs/` shows: prompts (`peagle data synthesize`), answers
-(`peagle data regenerate`: half of the shards greedy, half at temperature 0.7), data (`peagle data
-prepare`), heads (`peagle train` with peagle.toml and eagle3.toml, and free.toml with --free-head),
-correction (`peagle train --correction-on`). A phase runs its commands side by side, on each GPU
-four that generate or one that trains, and is skipped where its outputs are there. The last line is
-one JSON object with the minutes of each phase, which `minutes.json` keeps.
+README.md lists the phases. A phase is skipped where its outputs are there. The last line is one
+JSON object with the minutes of each phase, which `minutes.json` keeps.
 """
 
 from __future__ import annotations

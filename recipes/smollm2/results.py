@@ -3,15 +3,7 @@
     python recipes/smollm2/results.py --output build/smollm2_results --minutes 9.5
     python recipes/smollm2/results.py --output build/trial --pair bundled --small
 
-Each measurement is a command in a process of its own, one on each GPU at a time, those that say
-most first: tokens/s of both engines (`peagle bench`) and of all ways to draft at a temperature
-(`benchmarks/nodes.py`), acceptance (`peagle eval`), both servers over HTTP
-(`benchmarks/serving/against_vllm.py`), and the time to the first token with and without drafts
-(`benchmarks/first_token.py`). `logs/` shows the commands' output.
-
-The same command goes on where it was stopped: at --minutes, or by Ctrl-C. It always ends with
-`results.json` and `tables.md` of all that is measured, and with `report/` of what eval and bench
-found.
+README.md lists the measurements and says how a run goes on where it was stopped.
 """
 
 from __future__ import annotations
