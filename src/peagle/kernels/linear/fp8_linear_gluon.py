@@ -17,11 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from peagle.kernels.linear.hopper_gluon import (
     STEP,
+    await_inputs,
     barrier,
     copy_rows,
     copy_scales,
     sum_shares,
-    wait_for_inputs,
 )
 
 
@@ -63,7 +63,7 @@ def linear_kernel(
     tile_m = gl.program_id(0)
     tile_n = gl.program_id(1) // SPLIT_K
     split = gl.program_id(1) % SPLIT_K
-    wait_for_inputs(OVERLAPS)
+    await_inputs(OVERLAPS)
     # Locate the rows of both, and their scales.
     column = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, COPY))
     row = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, COPY))

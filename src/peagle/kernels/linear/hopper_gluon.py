@@ -11,7 +11,7 @@ async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 
 
 @gluon.jit
-def wait_for_inputs(OVERLAPS: gl.constexpr):
+def await_inputs(OVERLAPS: gl.constexpr):
     """Do what `overlap_triton.wait_for_inputs` does."""
     if OVERLAPS:
         gl.inline_asm_elementwise(

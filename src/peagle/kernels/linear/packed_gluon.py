@@ -23,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from peagle.kernels.linear.hopper_gluon import (
     STEP,
     async_load,
+    await_inputs,
     barrier,
     copy_rows,
     copy_scales,
     sum_shares,
-    wait_for_inputs,
 )
 from peagle.kernels.linear.packed_weights_triton import MXFP4
 
@@ -324,7 +324,7 @@ def packed_kernel(
     tile = gl.program_id(TILES)
     tile_n = gl.program_id(1 - TILES) // SPLIT_K
     split = gl.program_id(1 - TILES) % SPLIT_K
-    wait_for_inputs(OVERLAPS)
+    await_inputs(OVERLAPS)
     # Find the expert and the assignments of this tile.
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X))
     if MODE == 0:
