@@ -252,8 +252,9 @@ def describe(source: Source, documents: list[dict]) -> dict:
     """The manifest entry of one distribution."""
     files = sorted((d for d in documents if d["kind"] != "function"), key=lambda d: d["path"])
     digest = sha256("\0".join(d["text"] for d in files).encode()).hexdigest()[:16]
-    entry = {"name": source.name, "version": source.version, "licence": source.verdict.licence}
-    return entry | {
+    return {
+        "name": source.name,
+        "licence": source.verdict.licence,
         "split": "val" if normal_name(source.name) in HELD_OUT else "train",
         "files": len(files),
         "bytes": sum(len(d["text"].encode()) for d in files),
@@ -288,7 +289,7 @@ def build(args: argparse.Namespace) -> dict:
             entries.append(describe(source, kept))
             split[entries[-1]["split"]] += kept
             total.update(counts)
-            report("{name} {version}: {files} files, {bytes} bytes".format(**entries[-1]))
+            report("{name}: {files} files, {bytes} bytes".format(**entries[-1]))
     peps = pep_documents(args.shared / "corpus" / "python_peps.txt.xz", total)
     entries.append(describe(Source(PEPS, "", Verdict(True, "CC0"), args.shared), peps))
     split["train"] += peps
@@ -325,9 +326,7 @@ def manifest(args, sources, entries, split, dropped) -> dict:
         "licences": dict(sorted(Counter(e["licence"] for e in entries).items())),
         "dropped": dict(sorted(dropped.items())),
         "packages": sorted(entries, key=lambda e: e["name"].lower()),
-        "refused": [
-            {"name": s.name, "version": s.version, "reason": s.verdict.reason} for s in refused
-        ],
+        "refused": [{"name": s.name, "reason": s.verdict.reason} for s in refused],
     }
 
 
