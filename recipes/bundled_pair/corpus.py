@@ -248,18 +248,18 @@ def write_documents(path: Path, documents: list[dict]) -> None:
             out.write(json.dumps(document, ensure_ascii=False) + "\n")
 
 
-def describe(source: Source, documents: list[dict]) -> dict:
+def describe(source: Source, documents: list[dict], counts: Counter) -> dict:
     """The manifest entry of one distribution."""
     files = sorted((d for d in documents if d["kind"] != "function"), key=lambda d: d["path"])
-    digest = sha256("\0".join(d["text"] for d in files).encode()).hexdigest()[:16]
-    return {
-        "name": source.name,
-        "licence": source.verdict.licence,
+    digest = sha256("\0".join(d["text"] for d in files).encode()).hexdigest()
+    entry = {"name": source.name, "version": source.version, "licence": source.verdict.licence}
+    return entry | {
         "split": "val" if normal_name(source.name) in HELD_OUT else "train",
         "files": len(files),
         "bytes": sum(len(d["text"].encode()) for d in files),
         "functions": sum(d["kind"] == "function" for d in documents),
         "sha256": digest,
+        **{key: counts[key] for key in sorted(counts)},
     }
 
 
@@ -286,12 +286,12 @@ def build(args: argparse.Namespace) -> dict:
         for source, documents, counts in pool.imap(process, jobs):
             kept = [d for d in documents if dedup.keep(d)]
             counts["dropped_duplicate"] = len(documents) - len(kept)
-            entries.append(describe(source, kept))
+            entries.append(describe(source, kept, counts))
             split[entries[-1]["split"]] += kept
             total.update(counts)
-            report("{name}: {files} files, {bytes} bytes".format(**entries[-1]))
+            report("{name} {version}: {files} files, {bytes} bytes".format(**entries[-1]))
     peps = pep_documents(args.shared / "corpus" / "python_peps.txt.xz", total)
-    entries.append(describe(Source(PEPS, "", Verdict(True, "CC0"), args.shared), peps))
+    entries.append(describe(Source(PEPS, "", Verdict(True, "CC0"), args.shared), peps, Counter()))
     split["train"] += peps
     report(f"{len(peps)} PEPs; dropped: {dict(total)}")
 
@@ -326,7 +326,9 @@ def manifest(args, sources, entries, split, dropped) -> dict:
         "licences": dict(sorted(Counter(e["licence"] for e in entries).items())),
         "dropped": dict(sorted(dropped.items())),
         "packages": sorted(entries, key=lambda e: e["name"].lower()),
-        "refused": [{"name": s.name, "reason": s.verdict.reason} for s in refused],
+        "refused": [
+            {"name": s.name, "version": s.version, "reason": s.verdict.reason} for s in refused
+        ],
     }
 
 
