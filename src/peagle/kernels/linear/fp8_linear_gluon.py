@@ -21,6 +21,8 @@ from peagle.kernels.linear.hopper_gluon import (
     barrier,
     copy_rows,
     copy_scales,
+    give_share,
+    share_places,
     sum_shares,
 )
 
@@ -111,18 +113,12 @@ def linear_kernel(
 
     # Add up the shares; only the last program to arrive goes on.
     if SPLIT_K > 1:
-        n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, ACC))
-        m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))
         SIZE: gl.constexpr = BLOCK_N * BLOCK_M
         tile = tile_n * gl.num_programs(0) + tile_m
-        partial_ptrs = partial_ptr + tile.to(gl.int64) * (SPLIT_K * SIZE)
-        partial_ptrs += n[:, None] * BLOCK_M + m[None, :]
-        gl.store(partial_ptrs + split * SIZE, acc)
-        barrier()
-        arrived = gl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived != SPLIT_K - 1:
+        share_ptrs = share_places(partial_ptr, tile, SPLIT_K, acc.shape, ACC)
+        if give_share(share_ptrs + split * SIZE, acc, arrivals_ptr + tile) != SPLIT_K - 1:
             return
-        acc = sum_shares(partial_ptrs, SPLIT_K, SIZE)
+        acc = sum_shares(share_ptrs, SPLIT_K, SIZE)
         gl.store(arrivals_ptr + tile, 0)
 
     # Store rows of outputs.

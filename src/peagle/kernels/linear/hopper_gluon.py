@@ -40,6 +40,25 @@ def copy_scales(tile, row_ptrs, is_row, k, end, stride):
 
 
 @gluon.jit
+def share_places(partial_ptr, tile, SPLIT_K: gl.constexpr, SHAPE: gl.constexpr, ACC: gl.constexpr):
+    """Return where the first share of a tile lies; the others follow it."""
+    rows: gl.constexpr = SHAPE[0]
+    columns: gl.constexpr = SHAPE[1]
+    n = gl.arange(0, rows, layout=gl.SliceLayout(1, ACC))
+    m = gl.arange(0, columns, layout=gl.SliceLayout(0, ACC))
+    share_ptrs = partial_ptr + tile.to(gl.int64) * (SPLIT_K * rows * columns)
+    return share_ptrs + (n[:, None] * columns + m[None, :])
+
+
+@gluon.jit
+def give_share(share_ptrs, acc, arrival_ptr):
+    """Store a share; return how many programs of the tile had stored theirs."""
+    gl.store(share_ptrs, acc)
+    barrier()
+    return gl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu")
+
+
+@gluon.jit
 def sum_shares(share_ptrs, SPLIT_K: gl.constexpr, STRIDE: gl.constexpr):
     """Sum all shares of a tile; other programs wrote them through the L2, so the L1 is skipped."""
     acc = gl.load(share_ptrs, cache_modifier=".cg")

@@ -27,6 +27,8 @@ from peagle.kernels.linear.hopper_gluon import (
     barrier,
     copy_rows,
     copy_scales,
+    give_share,
+    share_places,
     sum_shares,
 )
 from peagle.kernels.linear.packed_weights_triton import MXFP4
@@ -438,14 +440,10 @@ def packed_kernel(
     if SPLIT_K > 1:
         SIZE: gl.constexpr = 2 * BLOCK_N * BLOCK_M
         tile += tile_n * gl.num_programs(TILES)
-        partial_ptrs = partial_ptr + tile.to(gl.int64) * (SPLIT_K * SIZE)
-        partial_ptrs += n[:, None] * BLOCK_M + m[None, :]
-        gl.store(partial_ptrs + split * SIZE, acc)
-        barrier()
-        arrived = gl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived != SPLIT_K - 1:
+        share_ptrs = share_places(partial_ptr, tile, SPLIT_K, acc.shape, ACC)
+        if give_share(share_ptrs + split * SIZE, acc, arrivals_ptr + tile) != SPLIT_K - 1:
             return
-        acc = sum_shares(partial_ptrs, SPLIT_K, SIZE)
+        acc = sum_shares(share_ptrs, SPLIT_K, SIZE)
         gl.store(arrivals_ptr + tile, 0)
 
     # Scale, add the bias and round.
