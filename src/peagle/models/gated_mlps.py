@@ -6,7 +6,6 @@ After `models.fusion.fuse`, an MLP of transformers computes down(silu(gate) * up
 Where down multiplies FP8 activations, its kernel that rounds them reads gate and up itself.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from peagle.kernels.linear.fp8_linear import MIN_ROWS
 from peagle.models.comparison import relative_difference
 from peagle.models.fusion import FusedPackedLinear
+from peagle.models.module_class import class_with
 from peagle.models.packed_layers import PackedLinear
 
 _TOLERANCE = 0.03  # numbers of FP8 at a border go to one or the other
@@ -41,7 +41,7 @@ def use_gated_mlps(model: nn.Module) -> int:
     changed = 0
     for module in model.modules():
         if _may_be_gated(module) and _is_same(module):
-            module.__class__ = _gated(type(module))
+            module.__class__ = class_with(GatedMLP, type(module))
             changed += 1
     return changed
 
@@ -68,9 +68,3 @@ def _is_same(mlp: Any) -> bool:
     except (RuntimeError, TypeError, AttributeError):
         return False
     return relative_difference(GatedMLP.forward(mlp, x), expected) < _TOLERANCE
-
-
-@cache
-def _gated(kind: type[nn.Module]) -> type[nn.Module]:
-    """Make one class for all MLPs of a class, so that they share compiled graphs."""
-    return type(f"Gated{kind.__name__}", (GatedMLP, kind), {"__module__": kind.__module__})

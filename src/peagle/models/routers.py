@@ -6,7 +6,6 @@ torch takes four kernels or more for a softmax, the largest of it and their sum,
 one token cost as much as the products of an expert.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from peagle.kernels.linear.router import MAX_EXPERTS, route, route_reference
 from peagle.models.comparison import relative_difference
+from peagle.models.module_class import class_with
 
 _NUM_PROBE_ROWS = 64
 _TOLERANCE = 1e-6
@@ -51,7 +51,8 @@ def use_routers(model: nn.Module) -> int:
         if kind not in found:
             found[kind] = is_among_chosen(module)
         if (among_chosen := found[kind]) is not None:
-            module.__class__, module.among_chosen = _with_one_kernel(type(module)), among_chosen
+            module.__class__ = class_with(OneKernelRouter, type(module))
+            module.among_chosen = among_chosen
             changed += 1
     return changed
 
@@ -100,11 +101,3 @@ def is_among_chosen(router: Any) -> bool | None:
         ):
             return among_chosen
     return None
-
-
-@cache
-def _with_one_kernel(kind: type[nn.Module]) -> type[nn.Module]:
-    """Make one class for all routers of a class, so that they share compiled graphs."""
-    return type(
-        f"OneKernel{kind.__name__}", (OneKernelRouter, kind), {"__module__": kind.__module__}
-    )
