@@ -71,7 +71,7 @@ class PackedLinear(nn.Module):
         return PackedLinear(packed, torch.cat(biases) if biases else None, numbers=numbers)
 
     def forward(self, x: Tensor, before: Before | None = None) -> Tensor:
-        """Compute the layer.
+        """Compute y = x W^T + bias, [..., N], of x or of what `before` makes of it.
 
         Args:
             x: [..., K]; [..., 2K] if `before` is SwiGLU.

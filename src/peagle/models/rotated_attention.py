@@ -8,7 +8,6 @@ product. A compiler makes two or more kernels of what follows, one of ours reads
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from peagle.kernels.attention.rotation import rotate_heads
 from peagle.models.comparison import relative_difference, tolerance
 from peagle.models.fusion import FusedProjections, record_calls
+from peagle.models.module_class import class_with
 from peagle.models.target_attention import AttentionCall, attention
 
 _NORMS = ("q_norm", "k_norm")
@@ -71,12 +71,12 @@ def use_rotation(model: transformers.PreTrainedModel) -> int:
         how many modules have changed; a second call changes none.
     """
     modules = [module for module in model.modules() if _may_rotate(module)]
-    recordings = record_calls(model, modules)
+    recordings = record_calls(model, modules) if modules else {}
     changed = 0
     for module in modules:
         calls = recordings[id(module)]
         if calls and all(_is_same(module, call.args, call.kwargs) for call in calls):
-            module.__class__ = _rotated(type(module))
+            module.__class__ = class_with(RotatedAttention, type(module))
             changed += 1
     return changed
 
@@ -120,12 +120,4 @@ def _is_same(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     )
     return options[0] == options[1] and all(
         x.shape == y.shape and relative_difference(x, y) < bound for x, y in pairs
-    )
-
-
-@cache
-def _rotated(kind: type[nn.Module]) -> type[nn.Module]:
-    """Make one class for all modules of a class, so that they share compiled graphs."""
-    return type(
-        f"Rotated{kind.__name__}", (RotatedAttention, kind), {"__module__": kind.__module__}
     )

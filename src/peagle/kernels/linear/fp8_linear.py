@@ -40,6 +40,11 @@ class Norm:
     weight: Tensor
     eps: float
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute the norm of [..., K] in plain torch, rounded before the weight multiplies it."""
+        mean = x.float().square().mean(-1, keepdim=True)
+        return self.weight * (x.float() * torch.rsqrt(mean + self.eps)).to(x.dtype)
+
 
 # What a layer may compute of its input first: a norm, or silu(gate) * up of all gates and all up.
 Before = Norm | Literal["swiglu"]
@@ -137,12 +142,7 @@ def _fp8_product(
 
 @_fp8_product.register_fake
 def _(
-    q: Tensor,
-    scale_of_x: Tensor,
-    numbers: Tensor,
-    scale: Tensor,
-    num_rows: int,
-    residual: Tensor | None,
+    q: Tensor, scale_of_x: Tensor, numbers: Tensor, scale: Tensor, num_rows: int, *others: object
 ) -> Tensor:
     dtype = torch.bfloat16 if q.device.type == "cuda" else torch.float32
     return q.new_empty(num_rows, numbers.shape[0], dtype=dtype)

@@ -13,7 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle.kernels.linear.experts import can_use_registers, grouped_product, layout_of, make_weight
+from peagle.kernels.linear.experts import (
+    Gate,
+    can_use_registers,
+    grouped_product,
+    layout_of,
+    make_weight,
+)
 from peagle.kernels.linear.fp8_linear import MIN_ROWS, Before, Norm, fp8_linear
 from peagle.kernels.linear.packed_weights import PackedWeight
 from peagle.kernels.linear.unpacking import unpack_weight
@@ -21,6 +27,7 @@ from peagle.kernels.linear.unpacking import unpack_weight
 # Rows that are multiplied with packed weights, at most.
 MAX_ROWS = 128
 MAX_ROWS_IN_REGISTERS = 256
+_SWIGLU = Gate("silu")
 
 
 def packed_linear(
@@ -48,13 +55,8 @@ def packed_linear(
         assert weight.scale is not None
         out_MN = fp8_linear(x_MK, numbers, weight.scale, bias_N, before)
     else:
-        if isinstance(before, Norm):
-            mean_M1 = x_MK.float().square().mean(1, keepdim=True)
-            normed_MK = x_MK.float() * torch.rsqrt(mean_M1 + before.eps)
-            x_MK = before.weight * normed_MK.to(x.dtype)
-        elif before:
-            gate_MK, up_MK = x_MK.chunk(2, dim=1)
-            x_MK = F.silu(gate_MK) * up_MK
+        if before:
+            x_MK = before(x_MK) if isinstance(before, Norm) else _SWIGLU(x_MK)
         out_MN = torch.ops.peagle.packed_linear(
             x_MK, weight.data, weight.scale, weight.zero, bias_N, layout_of(weight)
         )
