@@ -275,13 +275,13 @@ def test_compiled_code_leaves_the_cache_alone(
     # Who reads what memory is the same in plain C++, for which no program is compiled to try each
     # kind of vectors that a processor may have; nor do a few kernels need processes of their own.
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
-    monkeypatch.setattr(config, "compile_threads", 1)
     target = make_target("qwen3")
     paged = prefilled(target)
     expected = verify(paged)
     fuse(target.model)
     compile_layers(target.model)
-    found, codes = run_and_get_code(lambda: verify(paged))
+    with config.patch(compile_threads=1):
+        found, codes = run_and_get_code(lambda: verify(paged))
     assert largest_difference(found, expected) < 2e-5
     assert (num_graphs(), len(codes)) == (1, 1)
     assert not counters["graph_break"]

@@ -368,10 +368,9 @@ def test_norms_that_others_read_stay(tmp_path: Path) -> None:
 
 @needs_interpreter
 @pytest.mark.usefixtures("exact_rounding")
+@inductor_config.patch(post_grad_custom_post_pass=None, force_disable_caches=True)
 def test_residuals_are_added_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of a product and what came in are one node; products that others read stay alone."""
-    monkeypatch.setattr(inductor_config, "post_grad_custom_post_pass", None)
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
     join_residuals()
     graphs, joined = list[str](), ResidualPass.__call__
 
