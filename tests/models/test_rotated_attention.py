@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from peagle.models.fusion import fuse
 from peagle.models.rotated_attention import RotatedAttention, use_rotation
@@ -37,6 +41,22 @@ def test_computes_what_the_module_did(name: str) -> None:
     assert count == rotated(target) == (4 if name in ROTATED else 0)
     assert use_rotation(target.model) == 0
     assert largest_difference(passes(target), before) < 1e-4
+
+
+class ScaledLate(LlamaAttention):
+    """Attention that does more from position 100 on."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        late = kwargs["position_ids"].unsqueeze(-1) >= 100
+        return super().forward(hidden_states * (1 + late), *args, **kwargs)
+
+
+def test_modules_that_depend_on_the_position_stay() -> None:
+    target = make_target("llama", torch.float32)
+    fuse(target.model)
+    decoder: Any = target.model.get_decoder()
+    decoder.layers[0].self_attn.__class__ = ScaledLate
+    assert use_rotation(target.model) == 3
 
 
 def test_float64_keeps_its_precision() -> None:

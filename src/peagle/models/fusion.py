@@ -335,6 +335,8 @@ def record_calls(
 ) -> dict[int, list[RecordedCall]]:
     """Return the calls of modules in one pass over a few random tokens, by the modules' ids.
 
+    Positions are spread over the model's context.
+
     Args:
         model: as in `fuse`.
         modules: of the model.
@@ -352,14 +354,16 @@ def record_calls(
         module.register_forward_hook(note, with_kwargs=True)
         for module in {id(module): module for module in modules}.values()
     ]
-    vocab_size = model.config.get_text_config().vocab_size
+    config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocab_size, (1, _NUM_PROBE_TOKENS), generator=generator)
+    tokens = torch.randint(config.vocab_size, (1, _NUM_PROBE_TOKENS), generator=generator)
+    # What a module does may depend on the position.
+    positions = torch.linspace(0, config.max_position_embeddings - 1, _NUM_PROBE_TOKENS).long()
     decoder: Any = model.get_decoder()
     try:
         decoder(
             input_ids=tokens.to(model.device),
-            position_ids=torch.arange(_NUM_PROBE_TOKENS, device=model.device).unsqueeze(0),
+            position_ids=positions.to(model.device).unsqueeze(0),
             use_cache=False,
             attend=DenseCausalAttention(1),
         )
