@@ -28,10 +28,10 @@ SHARED = {
     "delete": {"cli/deploy_operate.py", "deploy/stack.py"},
     "find": {"cli/vllm.py", "deploy/catalog.py"},
     "invoke": {"cli/deploy_invoke.py", "deploy/invoke.py"},
-    "prepare": {"cli/data.py", "data/prepare.py"},
-    "regenerate": {"cli/data.py", "data/regenerate.py"},
+    "prepare": {"cli/data_prepare.py", "data/prepare.py"},
+    "regenerate": {"cli/data_regenerate.py", "data/regenerate.py"},
     "serve": {"cli/serve.py", "serving/server.py"},
-    "synthesize": {"cli/data.py", "data/synthesize.py"},
+    "synthesize": {"cli/data_synthesize.py", "data/synthesize.py"},
     "update": {"cli/deploy_create.py", "deploy/stack.py"},
 }
 # The two steps of docs/glossary.md: of decoding, and of training.

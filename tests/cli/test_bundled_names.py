@@ -12,7 +12,7 @@ import pytest
 
 from peagle import LLM, SamplingParams, bundled
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET, expand_bundled
-from peagle.cli import data, serve
+from peagle.cli import data_prepare, serve
 from peagle.cli.flags import Given
 from peagle.cli.settings import Setting
 from peagle.cli.setup import Setup
@@ -57,7 +57,7 @@ def test_the_name_wins_over_a_folder_of_that_name(
     assert resolve_model(Path("bundled")) == Path("bundled")
     assert source_of("bundled").name == str(BUNDLED_TARGET)
     assert source_of("./bundled").name == str(tmp_path / "bundled")
-    assert data.load_tokenizer_of("bundled")[0] == BUNDLED_TARGET
+    assert data_prepare.load_tokenizer_of("bundled")[0] == BUNDLED_TARGET
 
 
 def test_llm_takes_the_names() -> None:

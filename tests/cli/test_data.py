@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from peagle.cli import data, progress
+from peagle.cli import data_features, data_inspect, progress
 from peagle.cli.setup import Setup
 from peagle.data.dataset import ResponseDataset
 from peagle.data.features import FeatureStore
@@ -161,9 +161,9 @@ def test_samples_are_shown_with_their_mask(
     assert result.out.startswith(
         f"{chats}: 1 samples, 1 answers, 24 tokens, 4 supervised (16.7%)\n"
     )
-    monkeypatch.setattr(data, "has_styles", lambda _: True)
-    monkeypatch.setattr(data, "dim", lambda text, _: f"<dim>{text}</dim>")
-    monkeypatch.setattr(data, "bright", lambda text, _: f"<bright>{text}</bright>")
+    monkeypatch.setattr(data_inspect, "has_styles", lambda _: True)
+    monkeypatch.setattr(data_inspect, "dim", lambda text, _: f"<dim>{text}</dim>")
+    monkeypatch.setattr(data_inspect, "bright", lambda text, _: f"<bright>{text}</bright>")
     assert "<assistant></dim><bright>yes<|endoftext|></bright>" in peagle(*command).out
 
 
@@ -611,7 +611,7 @@ def test_an_interrupt_leaves_whole_shards(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(data, "_show_features", interrupted)
+        patch.setattr(data_features, "_show_features", interrupted)
         result = peagle(*command, "-o", tmp_path / "halved")
     assert (result.status, result.out) == (130, "")
     whole = len(list((tmp_path / "halved").glob("features-*.safetensors")))

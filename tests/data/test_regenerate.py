@@ -17,7 +17,7 @@ import pytest
 
 from peagle import LLM, SamplingParams
 from peagle.chat import render_chat
-from peagle.cli.data import call_finder
+from peagle.cli.data_regenerate import call_finder
 from peagle.config.structured import StructuredOutput
 from peagle.data.dataset import ResponseDataset
 from peagle.data.readers import AskedConversation, Dropped, Record, dialogue_of, read_side

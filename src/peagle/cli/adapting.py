@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from peagle.cli import groups
-from peagle.cli.data import lm_head_of, load_tokenizer_of
+from peagle.cli.data_prepare import lm_head_of, load_tokenizer_of
 from peagle.cli.flags import Given, pick_flags, refuse_idle
 from peagle.cli.progress import ProgressLine
 from peagle.cli.settings import Layer, Settings

@@ -385,7 +385,8 @@ def refuse_too_large(what: str, folder: str | Path, device: torch.device) -> Ite
     try:
         yield
     except torch.OutOfMemoryError:
-        size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+        files = [file for file in Path(folder).glob("*.safetensors") if file.exists()]
+        size = sum(file.stat().st_size for file in files)
         stored = f", and its files have {size_text(size)}" if size else ""
         free = available_ram() if card is None else card[0]
         raise UserError(
