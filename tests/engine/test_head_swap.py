@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -210,6 +211,15 @@ def test_a_head_that_is_deleted_while_it_is_loaded(
     monkeypatch.setattr(head_swap, "load_head", load_without_correction)
     with pytest.raises(CheckpointError, match=r"deleted while it was loaded, as 'correction\.st'"):
         HeadSwap(llm.engine, str(head))
+
+
+def test_a_second_head_for_which_there_is_no_memory(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(target, BUNDLED_PEAGLE)
+    monkeypatch.setattr(head_swap, "load_head", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(UserError, match="does not fit cpu beside the running head; restart"):
+        HeadSwap(llm.engine, str(BUNDLED_PEAGLE))
 
 
 def test_what_an_engine_cannot_rewrite_is_refused(target: TargetModel) -> None:

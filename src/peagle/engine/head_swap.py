@@ -18,6 +18,7 @@ from peagle.config import SamplingParams
 from peagle.engine.drafting import HeadDrafting
 from peagle.engine.engine import LLMEngine
 from peagle.engine.head import load_head
+from peagle.engine.memory_plan import device_name
 from peagle.engine.sequence import Sequence
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint import read_head
@@ -42,7 +43,8 @@ class HeadSwap:
     It may be made in a thread beside the engine's. Its methods belong between two steps.
 
     Raises:
-        UserError: the engine drafts without a head, or with several corrections.
+        UserError: the engine drafts without a head, or with several corrections; or the device
+            has no room for a second head.
         CheckpointError: the head in `folder` is not readable, loses files meanwhile, or does not
             fit.
     """
@@ -63,6 +65,11 @@ class HeadSwap:
         files = _names_in(folder)
         try:
             self._new = self._load(folder)
+        except torch.OutOfMemoryError:
+            where = device_name(engine.target.device)
+            raise UserError(
+                f"The head {folder!r} does not fit {where} beside the running head" + _REMEDY
+            ) from None
         finally:
             if lost := files - _names_in(folder):
                 raise CheckpointError(
