@@ -21,7 +21,9 @@ for name in ("model", "host", "port", "served-model-name", "speculative-config",
     parser.add_argument("--" + name)
 args, _ = parser.parse_known_args()
 if mode == "crash":
-    print("INFO starting"); print("ValueError: no such architecture"); print("bye"); sys.exit(3)
+    print("INFO starting"); print("ValueError: no such architecture"); print("bye " * 9)
+    for _ in range(12): print("raise RuntimeError(")
+    print("RuntimeError: Engine core initialization failed. See root cause above."); sys.exit(3)
 drafting = json.loads(args.speculative_config or "null")
 k = drafting["num_speculative_tokens"] if drafting else 0
 head = {}

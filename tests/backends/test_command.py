@@ -129,6 +129,9 @@ def test_speculation_of_each_kind():
     found = of(autoregressive)
     assert found is not None
     assert found["num_speculative_tokens_per_batch_size"] == ((1, 4, 7), (5, 9, 2))
+    found = of(replace(PEAGLE, num_speculative_tokens_per_batch_size=((3, 9, 2),)))
+    assert found is not None, "vLLM refuses schedules that do not begin at one sequence"
+    assert found["num_speculative_tokens_per_batch_size"] == ((1, 2, 4), (3, 9, 2))
 
 
 def test_both_styles_of_a_head_draft_in_parallel(tmp_path):

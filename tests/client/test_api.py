@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ssl
+
 import pytest
 
 from peagle.client import api
-from peagle.client.api import ApiClient, NoAnswer, key_from_environment
+from peagle.client.api import ApiClient, NoAnswer, failure_reason, key_from_environment
 from peagle.errors import UserError
 from tests.evaluation.fake_endpoint import Script, endpoint
 
@@ -14,7 +16,7 @@ from tests.evaluation.fake_endpoint import Script, endpoint
     "url",
     [
         *("localhost:8000", "ftp://x", "http://", "http://h:99999", "http://h/?a=b", "nonsense"),
-        *("http://h#x", "http://h:x", "http://user@h", "http://[::1"),
+        *("http://h#x", "http://h:x", "http://user@h", "http://:key@h", "http://[::1"),
     ],
 )
 def test_urls_that_are_none(url: str) -> None:
@@ -82,3 +84,23 @@ def test_a_body_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_MAX_BYTES", 10)
     with endpoint(Script()) as url, pytest.raises(NoAnswer, match="broke: a body of more than 10"):
         ApiClient(url).models()
+
+
+def test_a_body_that_drips() -> None:
+    script = Script(stream=["x", 0.2] * 50, content_type="application/json")
+    with endpoint(script) as url, pytest.raises(NoAnswer, match="broke: TimeoutError"):
+        ApiClient(url, timeout_s=0.5).call("POST", "/v1/completions", {})
+
+
+def test_a_redirect_is_named() -> None:
+    script = Script(models="", models_status=301)
+    with (
+        endpoint(script) as url,
+        pytest.raises(UserError, match=r"redirects \(301\).*--endpoint: name"),
+    ):
+        ApiClient(url).models()
+
+
+def test_tls_gives_its_own_reason() -> None:
+    error = ssl.SSLCertVerificationError(1, "self-signed certificate")
+    assert failure_reason(error) == "self-signed certificate"

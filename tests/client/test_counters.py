@@ -22,7 +22,17 @@ def test_a_page_without_counters_of_drafts() -> None:
     counters = read_counters(page, "m")
     assert counters.drafts is None and counters.num_tokens == 3
     assert read_counters("<html>", "m").num_tokens is None
-    assert read_counters(page.replace(" 3", " NaN").replace(" 1", " +Inf"), "m").num_tokens == 0
+    assert read_counters(page.replace(" 3", " NaN").replace(" 1", " +Inf"), "m").num_tokens is None
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "x"])
+def test_counts_that_are_no_number_are_not_known(value: str) -> None:
+    """As 0 they would be a restart, and the next reading all drafts since the start."""
+    for line in metrics(2).splitlines():
+        name, _, number = line.rpartition(" ")
+        if 'engine="1"' in name and "created" not in name:
+            page = metrics(2).replace(line, f"{name} {value}")
+            assert read_counters(page, "m").drafts is None, number
 
 
 def test_counters_of_one_model_go_by_any_name() -> None:

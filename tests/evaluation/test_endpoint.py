@@ -17,6 +17,7 @@ from peagle.client.events import DONE
 from peagle.config import SamplingParams, StructuredOutput
 from peagle.engine import SpeculationStats
 from peagle.errors import UserError
+from peagle.evaluation import http_client
 from peagle.evaluation.decoding import Answer, DecodeCounts, Request
 from peagle.evaluation.endpoint import KEY_VARIABLES, EndpointBackend
 from peagle.evaluation.endpoint_answers import read_answer
@@ -383,3 +384,10 @@ def test_a_timeout() -> None:
         backend = EndpointBackend(url, timeout_s=0.5)
         with pytest.raises(UserError, match="the first: no whole answer in time"):
             backend.run(requests(1), 1)
+
+
+def test_an_endless_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "MAX_BYTES", 100)
+    script = Script(answers=lambda *_: (200, "x" * (1 << 21), {}))
+    with endpoint(script) as url, pytest.raises(UserError, match="ended in the middle"):
+        EndpointBackend(url).ask("/v1/completions", [{}])

@@ -114,6 +114,58 @@ def test_a_second_server_is_the_reference(certify: Any, models: Any) -> None:
     assert plain.num_answers >= 11, "3 first tokens and 8 answers"
 
 
+@pytest.mark.parametrize("shown", ["e", "\ufffd"], ids=["in the text", "nowhere"])
+def test_names_that_are_not_the_text_are_no_prompt(certify: Any, shown: str) -> None:
+    """The server would read as many tokens, and others."""
+
+    def told(_: int, choice: dict[str, Any]) -> dict[str, Any]:
+        named = json.loads(json.dumps(choice["logprobs"]).replace('"e"', '"\ufffd"'))
+        return {**choice, "text": choice["text"].replace("e", shown), "logprobs": named}
+
+    status, found, text = certify(ToyServer(tops=5, told=told), "--samples", 0)
+    assert (status, found.faults) == (0, []), text
+
+
+def test_tokens_of_one_name_are_not_tested(certify: Any) -> None:
+    """Only the last of them has its log-probability among the likeliest ones."""
+
+    def told(number: int, choice: dict[str, Any]) -> dict[str, Any]:
+        tops = [dict(top) for top in choice["logprobs"]["top_logprobs"]]
+        for top in (one for one in tops if number > 9 and len(one) > 5):
+            _, second, *_ = top
+            top[second] = top.popitem()[1]
+        return {**choice, "logprobs": {**choice["logprobs"], "top_logprobs": tops}}
+
+    status, found, text = certify(ToyServer(told=told))
+    assert (status, found.faults) == (0, []), text
+    assert any("some of 20 tokens have one name; it is not" in note for note in found.notes)
+
+
+def test_a_server_that_gives_fewer_log_probabilities_than_asked(certify: Any) -> None:
+    def told(_: int, choice: dict[str, Any]) -> dict[str, Any]:
+        tops = [dict([*top.items()][:7]) for top in choice["logprobs"]["top_logprobs"]]
+        return {**choice, "logprobs": {**choice["logprobs"], "top_logprobs": tops}}
+
+    status, found, text = certify(ToyServer(told=told))
+    assert (status, found.settings["num_top"], len(found.distribution)) == (0, 5, 4), text
+
+
+def test_an_echo_without_log_probabilities(certify: Any) -> None:
+    class Echoing(ToyServer):
+        def complete(self, prompt: Any, body: dict[str, Any], num_top: int) -> dict[str, Any]:
+            answer = super().complete(prompt, body, num_top)
+            if body.get("echo"):
+                listed = answer["choices"][0]["logprobs"]
+                for name, first in {"tokens": "a", "token_logprobs": None}.items():
+                    listed[name] = (*[first] * len(prompt), *listed[name])
+                listed["top_logprobs"] = (*[None] * len(prompt), *listed["top_logprobs"])
+            return answer
+
+    status, found, text = certify(Echoing(has_ids=True), "--samples", 0)
+    assert status == 0, text
+    assert any("echoes no prompt" in note for note in found.notes)
+
+
 # ---- planted faults -------------------------------------------------------------------------
 
 
@@ -165,6 +217,7 @@ def test_drafts_that_nobody_compares_change_the_distribution(certify: Any) -> No
         (ToyServer(), ("--temperature", "0.7"), "--temperature is 0.7"),
         (ToyServer(), ("--tolerance", "0"), "--tolerance is 0; expected a gap"),
         (ToyServer(), ("--dtype", "float32"), "--dtype and --endpoint contradict"),
+        (ToyServer(), ("--endpoint", ""), "--endpoint is ''; expected a URL"),
         (ToyServer(), ("--model", "n"), "has no completions of a model 'n'"),
         (ToyServer(), ("--reference-endpoint", "http://127.0.0.1:9"), "No server answers at"),
     ],

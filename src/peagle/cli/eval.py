@@ -267,6 +267,8 @@ def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
 def _refuse_contradictions(given: Given, options: EvalOptions, is_on_vllm: bool) -> None:
     """Refuse options that exclude each other."""
     endpoint, model, samples = options.endpoint, options.model, options.samples
+    if endpoint == "":
+        raise UserError("--endpoint is ''; expected a URL like http://127.0.0.1:8000.")
     if is_on_vllm and endpoint:
         raise UserError(
             "--engine vllm and --endpoint contradict each other; leave one of them out."

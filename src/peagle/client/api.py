@@ -63,7 +63,8 @@ class ApiClient:
         url: like http://127.0.0.1:8000, with or without /v1 at its end; `base` has it without.
         key: sent as a bearer token; None or "" sends none.
         option: the option that names the URL, for messages.
-        timeout_s: limit of each step of an exchange (CONNECT_S for connecting); None waits.
+        timeout_s: limit of each step of an exchange (CONNECT_S for connecting) and of the body of
+            a whole answer; None waits.
         headers: further headers of every request.
 
     Raises:
@@ -104,7 +105,11 @@ class ApiClient:
         Raises:
             NoAnswer: the server cannot be reached, or the answer broke off.
         """
-        async with self._stream(method, path, body, timeout_s or self._timeout_s) as response:
+        limit_s = timeout_s or self._timeout_s
+        async with (
+            self._stream(method, path, body, limit_s) as response,
+            asyncio.timeout(limit_s),
+        ):
             return ApiReply(response.status_code, response.headers, await _body(response))
 
     def models(self, *, may_lack_list: bool = False) -> list[dict[str, Any]]:
@@ -218,6 +223,11 @@ class ApiClient:
                 f"{self.url} refused the key ({status}: {message}). Set the variable "
                 f"{KEY_VARIABLE} to one that it takes."
             )
+        if 300 <= status < 400:
+            return UserError(
+                f"{self.url} redirects ({status}), which is not followed. Correct {self._option}: "
+                "name the URL behind it."
+            )
         if status == 404 and b'"error"' not in body:
             return self.foreign(f"no such page ({status})")
         again = " Try again." if status >= 500 else ""
@@ -271,7 +281,7 @@ def _base(url: str, option: str) -> str:
         is_address = bool(parts.scheme in ("http", "https") and parts.hostname) and parts.port != 0
     except ValueError:
         parts, is_address = urlsplit(""), False
-    if not is_address or parts.query or parts.fragment or parts.username:
+    if not is_address or parts.query or parts.fragment or "@" in parts.netloc:
         raise UserError(f"{option} is {url!r}; expected a URL like http://127.0.0.1:8000.")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
@@ -281,10 +291,9 @@ def failure_reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
-            # asyncio writes words of its own there.
-            return (
-                os.strerror(cause.errno or 0) if cause.errno in errno.errorcode else cause.strerror
-            )
+            # asyncio writes words of its own there, and TLS has numbers of its own.
+            is_known = cause.errno in errno.errorcode and not isinstance(cause, ssl.SSLError)
+            return os.strerror(cause.errno or 0) if is_known else cause.strerror
         cause = cause.__cause__ or cause.__context__
     return str(error) or type(error).__name__
 

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import zip_longest
-from math import isfinite
+from math import isfinite, nan
 
 _SAMPLE = re.compile(
     r"^(?:vllm|peagle):(?P<name>(?:spec_decode_)?(?:num_drafts|num_draft_tokens"
@@ -15,6 +15,7 @@ _SAMPLE = re.compile(
     re.MULTILINE,
 )
 _LABEL = re.compile(r'(?P<name>\w+)="(?P<value>(?:[^"\\]|\\.)*)"')
+_TOTALS = "num_drafts", "num_draft_tokens", "num_accepted_tokens"
 _PER_POS = "num_accepted_tokens_per_pos", "num_accepted_text_tokens_per_pos"
 
 
@@ -46,7 +47,7 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The counts of a server since it started; None for counts that it does not keep."""
+    """The counts of a server since it started; None for counts that are not known."""
 
     drafts: DraftCounts | None
     num_tokens: int | None  # output tokens of all its clients
@@ -56,7 +57,8 @@ def read_counters(text: str, model: str) -> Counters:
     """Read the counters of vLLM (`vllm:spec_decode_*`) or of ours (`peagle:spec_decode_*`).
 
     `text` is the body of GET /metrics. The counters are summed over engines, processes and all
-    other labels, but not over models: of labels `model_name` only `model` counts.
+    other labels, but not over models: of labels `model_name` only `model` counts. Where a value is
+    no finite number, the count is not known.
     """
     samples = [
         (
@@ -75,7 +77,9 @@ def read_counters(text: str, model: str) -> Counters:
         if name in per_pos and labels.get("position", "").isdigit():
             per_pos[name][int(labels["position"])] += value
     drafts = None
-    if {"num_drafts", "num_draft_tokens", "num_accepted_tokens"} <= set(totals):
+    counts_read = [totals.get(name, nan) for name in _TOTALS]
+    counts_read += [value for counts in per_pos.values() for value in counts.values()]
+    if all(map(isfinite, counts_read)):
         drafts = DraftCounts(
             round(totals["num_drafts"]),
             round(totals["num_draft_tokens"]),
@@ -85,14 +89,13 @@ def read_counters(text: str, model: str) -> Counters:
                 for counts in per_pos.values()
             ),
         )
-    tokens = totals.get("generation_tokens")
-    return Counters(drafts, None if tokens is None else round(tokens))
+    tokens = totals.get("generation_tokens", nan)
+    return Counters(drafts, round(tokens) if isfinite(tokens) else None)
 
 
 def _number(text: str) -> float:
-    """Return a value as a number; one that no counter has, like NaN, counts as 0."""
+    """Return a value as a number; NaN, which no counter has, for a text that is none."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        return 0.0
-    return value if isfinite(value) else 0.0
+        return nan

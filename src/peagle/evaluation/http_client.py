@@ -18,6 +18,7 @@ from peagle.client.events import EventReader
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+MAX_BYTES = 64 << 20  # of an answer that is no stream
 HANDSHAKE_S = 10.0  # limit of a TLS handshake: a server without TLS may never answer it
 
 
@@ -95,9 +96,11 @@ class _Connection(asyncio.Protocol):
         self._raw += data
         try:
             next(self._parser)
+            if len(self._raw) + len(self._body) > MAX_BYTES:
+                raise ValueError(MAX_BYTES)
         except StopIteration:
             self._end("")
-        except (ValueError, IndexError):  # no HTTP, no size of a chunk, or an endless event
+        except (ValueError, IndexError):  # no HTTP, no size of a chunk, or an endless answer
             self._end("cut" if self.answer.status else "unanswered")
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -75,6 +75,10 @@ def speculative_json(launch: VllmLaunch) -> dict[str, Any] | None:
         return None
     lengths = config.lookup_lengths if config.method == "ngram" else (None, None)
     rates = config.synthetic_acceptance_rates
+    schedule = config.num_speculative_tokens_per_batch_size
+    if isinstance(schedule, tuple) and schedule[0][0] > 1:
+        # vLLM wants a K for one sequence too; here it is K itself (`SpeculativeConfig.tokens_for`).
+        schedule = ((1, schedule[0][0] - 1, config.k), *schedule)
     data = {
         "method": config.method,
         "model": config.model,
@@ -85,7 +89,7 @@ def speculative_json(launch: VllmLaunch) -> dict[str, Any] | None:
         "prompt_lookup_min": lengths[1],
         "max_model_len": config.max_model_len,
         "draft_sample_method": None if config.draft_sampling == "argmax" else "probabilistic",
-        "num_speculative_tokens_per_batch_size": config.num_speculative_tokens_per_batch_size,
+        "num_speculative_tokens_per_batch_size": schedule,
         "rejection_sample_method": None if rates is None else "synthetic",
         "synthetic_acceptance_rates": rates,
     }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -29,6 +30,7 @@ from peagle.errors import UserError
 READY_S, END_S = 1800.0, 10.0
 _POLL_S, _SETTLE_S, _SETTLE_LOOKS = 0.25, 0.1, 20
 _KEPT_LINES, _SHOWN_LINES = 400, 12
+_ERROR = re.compile(r"[Ee]rror(:|$)")  # "raise RuntimeError(" is no message
 
 Say = Callable[[str], None]
 
@@ -168,7 +170,7 @@ class VllmServer:
         lines = list(self._lines)
         if not lines:
             return "It printed nothing."
-        errors = [at for at, line in enumerate(lines) if "Error" in line or "error:" in line]
+        errors = [at for at, line in enumerate(lines) if _names_error(line)]
         last = errors[-1] + 1 if errors else len(lines)
         return "It printed:\n  " + "\n  ".join(lines[max(0, last - _SHOWN_LINES) : last])
 
@@ -282,6 +284,11 @@ class VllmServer:
         self._reader.join(5)
         if process.stdout is not None and not self._reader.is_alive():
             process.stdout.close()
+
+
+def _names_error(line: str) -> bool:
+    """Return whether a line says what went wrong, not only that its cause stands above."""
+    return bool(_ERROR.search(line)) and "See root cause above" not in line
 
 
 def _wait(process: subprocess.Popen[str]) -> int:

@@ -444,7 +444,7 @@ def _sampled_tests(
                 "token that the server lists; first tokens are not tested"
             )
             continue
-        yield fit_tokens(asked.tokens[0].top, firsts, f"{prompt.id}, token 1", significance)
+        yield from _test(subject, asked, firsts, f"{prompt.id}, token 1", significance)
         mode = Counter(firsts).most_common(1)[0][0]
         begun = [one for one in drawn if one.names[:1] == [mode]]
         seconds = [one.names[1] for one in begun if len(one.tokens) > 1]
@@ -458,7 +458,18 @@ def _sampled_tests(
         if after is None:
             subject.notes.append(f"{prompt.id}: no prefix can be asked; token 2 is not tested")
         else:
-            yield fit_tokens(after.tokens[0].top, seconds, f"{prompt.id}, token 2", significance)
+            yield from _test(subject, after, seconds, f"{prompt.id}, token 2", significance)
+
+
+def _test(
+    subject: ServedSubject, asked: ServedAnswer, tokens: Sequence[str], name: str, limit: float
+) -> Iterator[SampledTest]:
+    """Yield the test of tokens, or note that several of the likeliest ones have one name."""
+    top, most = asked.tokens[0].top, subject.server.num_top
+    if len(top) < most:
+        subject.notes.append(f"{name}: some of {most} tokens have one name; it is not tested")
+    else:
+        yield fit_tokens(top, tokens, name, limit)
 
 
 def fit_tokens(
@@ -508,9 +519,11 @@ def served_text(certificate: ServedCertificate) -> str:
         if not case.num_answers:
             parts[-1].append(f"  {case.condition:<{width}} not checked")
             continue
+        # Many servers do not tell them.
+        cached = f"{count} prompt tokens cached, " if (count := case.num_cached_tokens) else ""
         parts[-1].append(
             f"  {case.condition:<{width}} {case.num_answers} answers, {case.num_tokens} tokens, "
-            f"{case.num_cached_tokens} of the prompts cached, {case.num_asked_again} asked again, "
+            f"{cached}{case.num_asked_again} asked again, "
             f"{case.num_scored_anew} scored anew: "
             f"{len(case.faults)} faults, {case.num_near_ties} near-ties"
         )

@@ -117,15 +117,16 @@ class ScoringServer:
     def _find_logprobs(self, prompts: Sequence[ServedPrompt]) -> tuple[int, list[str]]:
         said = ""
         for num_top in _TOPS:
-            routes = []
+            routes, most = [], 0
             for prompt in prompts:
                 reply = self._probe(prompt, **_logprob_fields(prompt, num_top))
                 said = said or _words(reply)
                 tokens = self._read(prompt, reply).tokens if reply.status == 200 else ()
-                if any(len(one.top) > 1 for one in tokens):
+                if (found := max((len(one.top) for one in tokens), default=0)) > 1:
                     routes.append(prompt.route)
+                most = max(most, found)
             if routes:
-                return num_top, routes
+                return num_top if most >= num_top else _TOPS[-1], routes
         raise UserError(
             f"{self.name} gives no log-probabilities of {self.backend.model!r} ({said}); expected "
             f"the {_TOPS[-1]} likeliest tokens of each position, which a certificate compares. "
@@ -137,7 +138,10 @@ class ScoringServer:
         reply = self._probe(replace(prompt, content="Hi there, again"), **fields)
         if reply.status != 200:
             return False
-        answer = self._read(prompt, reply)
+        try:
+            answer = self._read(prompt, reply)
+        except UserError:  # an echo without log-probabilities
+            return False
         count = answer.usage.num_prompt_tokens
         return len(answer.tokens) == count + 1 > 2 and len(answer.tokens[1].top) > 1
 
@@ -196,7 +200,9 @@ class ScoringServer:
             more = [one.token_id for one in tokens if one.token_id is not None]
             return ServedPrompt(prompt.id, "completions", ids + more)
         text = "".join(one.token for one in tokens)
-        is_text = isinstance(prompt.content, str) and "bytes:\\x" not in text
+        # Names that are not the text, like those of parts of a character, would be read as others.
+        is_text = isinstance(prompt.content, str) and answer.text.startswith(text)
+        is_text = is_text and "\ufffd" not in text
         content = f"{prompt.content}{text}"
         return ServedPrompt(prompt.id, "completions", content) if is_text else None
 
