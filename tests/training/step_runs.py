@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import types
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from peagle.data.batches import Batch, moved
@@ -21,9 +19,9 @@ from peagle.training.build import Built, build_correction
 from peagle.training.config import TrainConfig
 from peagle.training.element_attention import dense_attention, flex_attention
 from peagle.training.optimizers import Masters, build_optimizers
-from peagle.training.step import Grade, Objective, TrainingStep
+from peagle.training.step import Objective, TrainingStep
 from peagle.training.step_memory import BatchShape, TrainingShape
-from peagle.training.training_methods import Graded, TrainingMethod
+from peagle.training.training_methods import TrainingMethod
 from tests.training.reference import make_plain_batch
 
 SIZES: dict[str, Any] = {
@@ -120,11 +118,7 @@ class Case:
 
 
 class Running:
-    """The step of a case, with everything that it needs.
-
-    Attributes:
-        kept: bytes that autograd keeps at each loss, parameters and features left out.
-    """
+    """The step of a case, with everything that it needs."""
 
     def __init__(self, case: Case, device: str = "cpu") -> None:
         gc.collect()  # else what the last case left in cycles goes away while this one is measured
@@ -146,18 +140,9 @@ class Running:
             compute_logits=lambda x: x @ weight.T,
             logits_of=lambda _: lambda x: x @ weight.T,
         )
-        self.kept: list[int] = []
-        self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
-        running = self
-
-        class Watching(Objective):
-            def grade(self, graded: Graded, states: TargetStates) -> Grade:
-                running.kept.append(running._bytes_held())
-                return super().grade(graded, states)
-
         rows = config.run.loss_chunk_rows
         training, validation = (
-            Watching(
+            Objective(
                 self.drafter,
                 target,
                 config.method,
@@ -196,18 +181,6 @@ class Running:
         batch = moved(dataclasses.replace(self.batch, layout=layout), self.device)
         self.step.backward(batch, self.states, generator)
 
-    def run_watched(self) -> list[int]:
-        """One step; the bytes that autograd keeps at the loss of each segment, then of depth 0."""
-
-        def hold(tensor: Tensor) -> _Held:
-            held = _Held(tensor)
-            self._held.add(held)
-            return held
-
-        with torch.autograd.graph.saved_tensors_hooks(hold, lambda held: held.tensor):
-            self.backward(1)
-        return self.kept
-
     def _make_optimizer_states(self) -> None:
         """What an optimizer keeps from its first step on, without the passes of that step."""
         for optimizer in self.optimizers:
@@ -225,16 +198,6 @@ class Running:
         self.run(1)
         return torch.cuda.max_memory_allocated()
 
-    def _bytes_held(self) -> int:
-        not_kept = [*self.drafter.parameters(), self.states.features_BNA]
-        storages = {x.untyped_storage().data_ptr() for x in not_kept}
-        sizes: dict[int, int] = {}
-        for held in self._held:
-            storage = held.tensor.untyped_storage()
-            if storage.data_ptr() not in storages:
-                sizes[storage.data_ptr()] = storage.nbytes()
-        return sum(sizes.values())
-
     def peak(self, *, optimize: bool = True) -> int:
         """Bytes of tensors at the peak of a step, above what stands before it."""
         self._make_optimizer_states()
@@ -248,8 +211,3 @@ class Running:
             now += change
             peak = max(peak, now)
         return peak
-
-
-class _Held:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
