@@ -223,6 +223,27 @@ def test_a_report_in_the_output_is_refused(peagle: Peagle, pair: Pair, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_lengths_and_old_data_that_leave_too_little(
+    peagle: Peagle, pair: Pair, tmp_path: Path, unchecked: None
+) -> None:
+    record(tmp_path / "traffic", pair.target, [([251], [1, 2]), *some(110)])
+    result = on_tiny(peagle, pair, tmp_path, "--max-length", 4)
+    assert result.status == 2 and "--max-length is 4, within which 1 requests" in result.err
+    old = old_data(tmp_path / "old.safetensors", 1)
+    result = on_tiny(peagle, pair, tmp_path, "--old", old)
+    assert result.status == 2 and "old.safetensors' holds 1 samples, of which 0 test" in result.err
+
+
+def test_a_report_that_finds_no_room_hides_no_result(
+    peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = {"head": None, "refusal": "worse", "held_out": None, "old": None}
+    monkeypatch.setattr("peagle.cli.adapt.adapted", lambda *_: result)
+    shown = on_tiny(peagle, pair, tmp_path, "--report", "/dev/full")
+    assert shown.status == 2 and "'/dev/full' cannot be written: No space left" in shown.err
+    assert "no head was written" in shown.out
+
+
 # ---- a server that takes the head ---------------------------------------------------------------
 
 ADMIN = "b" * 24
