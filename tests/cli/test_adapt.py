@@ -7,6 +7,7 @@ import random
 import secrets
 import shutil
 import signal
+import subprocess
 import threading
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -301,7 +302,7 @@ def test_a_server_takes_the_new_head(
     record(tmp_path / "traffic", pair.target, some(110))
     monkeypatch.setattr(FakeServer, "refusal", refusal)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "key").write_text(ADMIN + "\n")
+    (tmp_path / "key").write_text(f"\n# of the administrator\n{ADMIN}\n")
     options = ["--output", "new", "--steps", 1, "--serve", server, "--admin-key-file", "key"]
     result = on_tiny(peagle, pair, tmp_path, *options)
     head = {"head": str(tmp_path / "new")}
@@ -312,8 +313,10 @@ def test_a_server_takes_the_new_head(
         assert "The new head stays in 'new'." in result.err and "serve it:" in result.out
         return
     assert result.status == 0 and "serves it as version 2, on trial for 500" in result.out
-    look = f'curl {server}/admin/head -H "Authorization: Bearer $(head -n 1 key)"'
-    assert look in result.out
+    (look,) = (line for line in result.out.splitlines() if line.startswith(f"  curl {server}/"))
+    assert "Bearer $(" in look
+    shown = subprocess.run(["sh", "-c", look.replace("curl", "echo")], capture_output=True)
+    assert shown.stdout.decode().endswith(f"Authorization: Bearer {ADMIN}\n")
     monkeypatch.setenv("PEAGLE_ADMIN_KEY", ADMIN)
     options = ["--steps", 1, "--serve", server, "--trial-requests", 0, "--format", "json"]
     shutil.rmtree(tmp_path / "new")

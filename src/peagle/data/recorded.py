@@ -157,11 +157,12 @@ class RecordFolder:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             mode = stat.S_IMODE(path.stat().st_mode)
-            if mode & 0o077:
+            is_kept = is_recording(path) or not _others_in(path)
+            if mode & 0o077 and is_kept:
                 problem = f"others can enter it (mode {mode:o}; chmod 700 it)"
             elif not is_recording(path):
                 with locked(path, wait=True):
-                    if others := sorted({one.name for one in path.iterdir()} - {LOCK_NAME, _INFO}):
+                    if others := _others_in(path):
                         problem = f"it holds {others[0]!r}"
                     elif not is_recording(path):
                         info = {"format_version": 1, "secret": secrets.token_hex(32)}
@@ -257,6 +258,11 @@ class RecordFolder:
                 counts[name] = counts.get(name, 0) + 1
         found = {"records": sum(days.values()), "files": len(files), "bytes": num_bytes, "cut": cut}
         return {**found, "days": days, "keys": keys, "refused": sorted(self.refused())}
+
+
+def _others_in(path: Path) -> list[str]:
+    """Return the names in a folder that a new folder of records does not have."""
+    return sorted({one.name for one in path.iterdir()} - {LOCK_NAME, _INFO})
 
 
 def _id_of(line: bytes) -> str | None:
