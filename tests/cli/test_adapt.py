@@ -235,6 +235,24 @@ def test_lengths_and_old_data_that_leave_too_little(
     assert result.status == 2 and "old.safetensors' holds 1 samples, of which 0 test" in result.err
 
 
+@pytest.mark.slow
+def test_an_output_that_is_made_meanwhile_keeps_both(
+    peagle: Peagle, pair: Pair, tmp_path: Path, unchecked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path / "traffic", pair.target, some(110))
+    other = tmp_path / "new" / "other"
+
+    def refusal(*_: object) -> str:
+        other.mkdir(parents=True)
+        return ""
+
+    monkeypatch.setattr("peagle.evaluation.adaptation.refusal", refusal)
+    result = on_tiny(peagle, pair, tmp_path, "--steps", 1)
+    (head,) = tmp_path.glob("new.*")
+    assert result.status == 2 and f"the new head is in {str(head)!r}" in result.err
+    assert (head / CORRECTION_NAME).is_file() and other.is_dir()
+
+
 def test_a_report_that_finds_no_room_hides_no_result(
     peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -416,7 +416,14 @@ def _adapt(
         result |= {name: change.to_json() for name, change in changes.items()}
         result["refusal"] = refusal(changes["held_out"], changes.get("old"), options.max_loss)
         if not result["refusal"]:
-            new.rename(output)
+            try:
+                new.rename(output)
+            except OSError as error:
+                kept = new.rename(output.with_name(Path(work).name[1:]))
+                raise UserError(
+                    f"--output {str(output)!r} was made by another process meanwhile "
+                    f"({error.strerror}); the new head is in {str(kept)!r}."
+                ) from None
             result["head"] = str(output)
     return result
 
