@@ -7,6 +7,7 @@ import random
 import secrets
 import shutil
 import signal
+import subprocess
 import threading
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -223,6 +224,45 @@ def test_a_report_in_the_output_is_refused(peagle: Peagle, pair: Pair, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_lengths_and_old_data_that_leave_too_little(
+    peagle: Peagle, pair: Pair, tmp_path: Path, unchecked: None
+) -> None:
+    record(tmp_path / "traffic", pair.target, [([251], [1, 2]), *some(110)])
+    result = on_tiny(peagle, pair, tmp_path, "--max-length", 4)
+    assert result.status == 2 and "--max-length is 4, within which 1 requests" in result.err
+    old = old_data(tmp_path / "old.safetensors", 1)
+    result = on_tiny(peagle, pair, tmp_path, "--old", old)
+    assert result.status == 2 and "old.safetensors' holds 1 samples, of which 0 test" in result.err
+
+
+@pytest.mark.slow
+def test_an_output_that_is_made_meanwhile_keeps_both(
+    peagle: Peagle, pair: Pair, tmp_path: Path, unchecked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path / "traffic", pair.target, some(110))
+    other = tmp_path / "new" / "other"
+
+    def refusal(*_: object) -> str:
+        other.mkdir(parents=True)
+        return ""
+
+    monkeypatch.setattr("peagle.evaluation.adaptation.refusal", refusal)
+    result = on_tiny(peagle, pair, tmp_path, "--steps", 1)
+    (head,) = tmp_path.glob("new.*")
+    assert result.status == 2 and f"the new head is in {str(head)!r}" in result.err
+    assert (head / CORRECTION_NAME).is_file() and other.is_dir()
+
+
+def test_a_report_that_finds_no_room_hides_no_result(
+    peagle: Peagle, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = {"head": None, "refusal": "worse", "held_out": None, "old": None}
+    monkeypatch.setattr("peagle.cli.adapt.adapted", lambda *_: result)
+    shown = on_tiny(peagle, pair, tmp_path, "--report", "/dev/full")
+    assert shown.status == 2 and "'/dev/full' cannot be written: No space left" in shown.err
+    assert "no head was written" in shown.out
+
+
 # ---- a server that takes the head ---------------------------------------------------------------
 
 ADMIN = "b" * 24
@@ -280,7 +320,7 @@ def test_a_server_takes_the_new_head(
     record(tmp_path / "traffic", pair.target, some(110))
     monkeypatch.setattr(FakeServer, "refusal", refusal)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "key").write_text(ADMIN + "\n")
+    (tmp_path / "key").write_text(f"\n# of the administrator\n{ADMIN}\n")
     options = ["--output", "new", "--steps", 1, "--serve", server, "--admin-key-file", "key"]
     result = on_tiny(peagle, pair, tmp_path, *options)
     head = {"head": str(tmp_path / "new")}
@@ -291,8 +331,10 @@ def test_a_server_takes_the_new_head(
         assert "The new head stays in 'new'." in result.err and "serve it:" in result.out
         return
     assert result.status == 0 and "serves it as version 2, on trial for 500" in result.out
-    look = f'curl {server}/admin/head -H "Authorization: Bearer $(head -n 1 key)"'
-    assert look in result.out
+    (look,) = (line for line in result.out.splitlines() if line.startswith(f"  curl {server}/"))
+    assert "Bearer $(" in look
+    shown = subprocess.run(["sh", "-c", look.replace("curl", "echo")], capture_output=True)
+    assert shown.stdout.decode().endswith(f"Authorization: Bearer {ADMIN}\n")
     monkeypatch.setenv("PEAGLE_ADMIN_KEY", ADMIN)
     options = ["--steps", 1, "--serve", server, "--trial-requests", 0, "--format", "json"]
     shutil.rmtree(tmp_path / "new")

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from deploy.fake_aws import ACCESS_KEY, BUCKET, ROLE, SECRET_KEY, FakeAws
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.deploy.aws import Clock
+from peagle.errors import UserError
 from peagle.models.checkpoint import CORRECTION_NAME
 from peagle.training.trainer import Trainer
 from tests.cli.conftest import Pair, Peagle, Result
@@ -214,14 +216,20 @@ def test_a_head_that_was_not_deployed_is_deployed_by_a_second_run(
     assert head_of(aws) == files_of(new) and not (tmp_path / "work" / "adapted").exists()
 
 
-def test_calls_are_printed_and_made_later(aws: FakeAws, run: Run, chat: None) -> None:
+def test_calls_are_printed_and_made_later(
+    aws: FakeAws, run: Run, chat: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = aws.holdings()
     result = run("adapt", "--steps", 1, "--print-calls")
     assert result.status == 0, result.err
     calls = [call["operation"] for call in json.loads(result.out)]
     assert calls[:2] == ["PutObject", "CreateChangeSet"] and "ExecuteChangeSet" in calls
     assert "held-out traffic" in result.err and aws.holdings() == held
-    assert run("adapt").status == 0
+    with monkeypatch.context() as full:
+        refuse = Mock(side_effect=UserError("No room for the report."))
+        full.setattr("peagle.cli.deploy_adapt._write_report", refuse)
+        deployed = run("adapt")
+    assert deployed.status == 2 and "Roll back: peagle deploy" in deployed.out
     # The next head goes out from this one; the one before it is then gone.
     (first,), two = stored_heads(held), stored_heads(aws.holdings())
     assert run("adapt", "--steps", 1).status == 0

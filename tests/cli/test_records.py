@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
+import os
 import secrets
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -89,6 +92,26 @@ def test_delete(
     assert not any(id.encode() in file.read_bytes() for file in record_files(made.path))
     assert "there were no records" in peagle("records", "delete", made.path, "--key", KEY).out
     assert peagle("records", "delete", made.path, "--key", " ").status == 2
+
+
+def test_a_key_of_the_form_of_an_id_is_kept_nowhere(
+    peagle: Peagle, tmp_path: Path, identity: dict[str, Any]
+) -> None:
+    made, key = record(tmp_path / "records", identity), secrets.token_hex(16)
+    shown = peagle("records", "delete", made.path, "--key", key, "--format", "json").out
+    assert json.loads(shown)["refused"] == [made.key_id(digest(key))]
+    assert made.refused() == {made.key_id(digest(key))}
+
+
+def test_a_deletion_on_a_full_disk(
+    peagle: Peagle, tmp_path: Path, identity: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = record(tmp_path / "records", identity)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("peagle.data.recorded.put_in_place", Mock(side_effect=full))
+    result = peagle("records", "delete", made.path, "--key", KEY)
+    assert result.status == 2 and f"{str(made.path)!r} cannot be written" in result.err
+    assert "Records of the key may be left: make room" in result.err
 
 
 def test_links_and_damaged_files(peagle: Peagle, tmp_path: Path, identity: dict[str, Any]) -> None:

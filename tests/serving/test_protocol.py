@@ -10,7 +10,7 @@ from peagle.config import SamplingParams
 from peagle.serving.app import parsed
 from peagle.serving.engine_process import EngineInfo
 from peagle.serving.errors import ApiError
-from peagle.serving.protocol import ChatBody, CompletionBody, completion_params
+from peagle.serving.protocol import ChatBody, CompletionBody, HeadBody, completion_params
 
 
 def params_of(defaults: dict[str, Any], **fields: Any) -> SamplingParams:
@@ -25,6 +25,8 @@ def test_what_is_no_object_is_refused_in_words_of_ours() -> None:
         with pytest.raises(ApiError) as caught:
             parsed(ChatBody, {"messages": messages, field: "text"})
         assert caught.value.message == f"{field} is 'text'; it should be an object{fields}."
+    with pytest.raises(ApiError, match=r"; it should have at most 1024 characters\."):
+        parsed(HeadBody, {"head": "x" * 1025})
 
 
 def test_min_tokens_of_the_model_gives_way_to_max_tokens_of_a_request() -> None:

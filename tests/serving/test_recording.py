@@ -98,9 +98,11 @@ FOR = (sha256(KEYS[0]),)
     [
         ({"record": "DIR"}, [], "the server has no keys, so --record-all is required"),
         ({"record": "DIR"}, KEYS, NEEDED),
-        ({"record": "DIR", "record_for": FOR, "record_all": True}, KEYS, NEEDED),
+        ({"record": "DIR", "record_for": FOR, "record_all": True}, KEYS, "; both were given."),
+        ({"record": "DIR", "record_for": FOR, "record_all": True}, [], "; both were given."),
         ({"record": "DIR", "record_for": (KEYS[0],)}, KEYS, "none of the server's keys"),
-        ({"record_all": True}, [], "need --record DIR"),
+        ({"record_all": True}, [], "--record-all has no effect without --record; add --record DIR"),
+        ({"record_share": 0.5}, [], "or leave --record-share out"),
     ],
 )
 def test_options_that_say_too_little(
@@ -119,10 +121,13 @@ def test_folders_that_are_no_place_for_records(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"others can enter it \(mode 755; chmod 700 it\)"):
         RecordFolder.create(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    tmp_path.chmod(0o700)
     (tmp_path / "thesis.txt").touch()
-    with pytest.raises(UserError, match=r"holds 'thesis.txt'"):
-        RecordFolder.create(tmp_path)
+    for mode in (0o755, 0o700):  # nobody is to close a folder that is none for records
+        tmp_path.chmod(mode)
+        with pytest.raises(UserError, match=r"holds 'thesis.txt'"):
+            RecordFolder.create(tmp_path)
+    with pytest.raises(UserError, match=r"thesis.txt': it is no folder"):
+        RecordFolder.create(tmp_path / "thesis.txt")
 
 
 # ---- the writer -----------------------------------------------------------------------------
@@ -218,8 +223,20 @@ def test_full_disk_stops_recording_with_one_line(
     assert made.ids() == [[1]] and file.read_bytes().endswith(b"}\n")
     made.clock.now += 31 * DAY
     wait_for(lambda: not record_files(made.folder), timeout_s=20)
-    lines = [record.message for record in caplog.records]
-    assert lines == [f"recording into {made.folder} has stopped: No space left on device"]
+    (line,) = [record.message for record in caplog.records]
+    assert f"into {made.folder} has stopped: No space left on device; restart the server" in line
+
+
+def test_another_folder_at_the_path_gets_no_records(make: Any, tmp_path: Path) -> None:
+    """Its ids of keys are others: what they refuse, an older server would not know."""
+    made = make()
+    made.add(1)
+    other = RecordFolder.create(tmp_path / "other")
+    made.folder.rename(tmp_path / "old")
+    other.path.rename(made.folder)
+    made.add(2)
+    assert (made.recorder.counts.written, made.recorder.counts.dropped) == (1, 1)
+    assert made.ids() == [] and not made.recorder.wants("id", b"", None)
 
 
 def test_a_full_queue_drops_and_never_waits(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

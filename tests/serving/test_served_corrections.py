@@ -80,5 +80,5 @@ def test_unknown_names_are_refused_with_the_known_ones(live: LiveServer, route: 
         other = client.post(f"/v1/{route}", json=body)
         body = {**ROUTES[route], "speculation": {"proposer": "plain", "correction": "slq"}}
         plain = client.post(f"/v1/{route}", json=body)
-    assert "expected none, as eagle3 has no other" in other.json()["error"]["message"]
+    assert "expected none: eagle3 has no --correction" in other.json()["error"]["message"]
     assert plain.status_code == 400 and "one of: sql, web" in plain.json()["error"]["message"]

@@ -149,7 +149,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
     monkeypatch.setattr(state, "HuggingFaceStorageWriter", FullDisk)
     with pytest.raises(UserError, match="No space left") as caught:
         Trainer(config).run()
-    assert "--resume" in str(caught.value)
+    assert "run again; `peagle train --resume` goes on" in str(caught.value)
     assert not (tmp_path / "checkpoint.part").exists()
     monkeypatch.undo()
     resumed = Trainer(config)

@@ -16,6 +16,7 @@ from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.head_server import ADMIN_KEY, find_server, hand_over, told_of
 from peagle.cli.terminal import command_prefix
 from peagle.config.checks import require_writable_file
+from peagle.disk import needing_room
 from peagle.errors import UserError
 
 EXAMPLES = """
@@ -96,13 +97,14 @@ def adapt(given: Given, context: typer.Context, options: AdaptOptions) -> None:
             result["served"] = hand_over(server, options.output, options.trial_requests)
         except UserError as error:
             not_served = error
-    if options.report is not None:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
-        options.report.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.output_format is OutputFormat.JSON:
         print(json.dumps(result, indent=2))
     else:
         print("\n".join([*figures(result), *_end(result, options)]))
+    if options.report is not None:
+        with needing_room(options.report, "The result is on standard output."):
+            options.report.parent.mkdir(parents=True, exist_ok=True)
+            options.report.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     refuse(result)
     if not_served is not None:
         raise not_served

@@ -296,18 +296,21 @@ def _read(plan: AdaptPlan, options: TrainingOptions, line: ProgressLine) -> Adap
             f"{MIN_CONVERSATIONS} there, about {round(MIN_CONVERSATIONS / _HELD_OUT_SHARE)} in "
             f"all{_left_out(dropped)}. Record more, and run the command again."
         )
-    train, validation = collect(learned, limits).split(_VALIDATION_SHARE)
-    if not len(train):
+    collected = collect(learned, limits)
+    if len(set(collected.hashes)) < 2:
         raise UserError(
-            f"No request of the traffic in {str(plan.traffic)!r} is within --max-length "
-            f"{options.max_length}; raise it."
+            f"--max-length is {options.max_length}, within which {len(collected)} requests of the "
+            f"traffic in {str(plan.traffic)!r} are; expected two conversations or more. Raise it, "
+            "or record more."
         )
+    train, validation = collected.split(_VALIDATION_SHARE)
     old: list[RecordedTurn] = []
     old_validation: list[RecordedTurn] = []
     num_old = 0
     if options.old is not None:
-        share = Limits(limits.vocab_size, options.max_length, validation_share=_HELD_OUT_SHARE)
-        more, tested, _ = prepare([options.old], SampleMaker(None), share, digest)
+        more, tested, _ = prepare([options.old], SampleMaker(None), limits, digest)
+        if len(set(more.hashes)) > 1:
+            more, tested = more.split(_HELD_OUT_SHARE)
         old = measured(turns_of(tested))
         if len(old) < MIN_CONVERSATIONS:
             raise UserError(
@@ -413,7 +416,14 @@ def _adapt(
         result |= {name: change.to_json() for name, change in changes.items()}
         result["refusal"] = refusal(changes["held_out"], changes.get("old"), options.max_loss)
         if not result["refusal"]:
-            new.rename(output)
+            try:
+                new.rename(output)
+            except OSError as error:
+                kept = new.rename(output.with_name(Path(work).name[1:]))
+                raise UserError(
+                    f"--output {str(output)!r} was made by another process meanwhile "
+                    f"({error.strerror}); the new head is in {str(kept)!r}."
+                ) from None
             result["head"] = str(output)
     return result
 

@@ -154,8 +154,8 @@ def adapt(given: Given, context: typer.Context, options: EndpointOptions) -> Non
         f"Look:      {look}",
         f"Roll back: {result['roll_back']}",
     ]
-    _write_report(options.work, result)
     _print(options, result, [*figures(result), *lines])
+    _write_report(options.work, result)
 
 
 def _check_overrides(options: EndpointOptions) -> None:

@@ -79,7 +79,9 @@ def told_of(served: Mapping[str, Any], url: str, key_file: Path | None) -> str:
     if (trial := served.get("trial")) is None:
         return version
     address = url.rstrip("/").removesuffix("/v1") + _PATH
-    key = f"${ADMIN_KEY}" if key_file is None else f"$(head -n 1 {shlex.quote(str(key_file))})"
+    key = f"${ADMIN_KEY}"
+    if key_file is not None:
+        key = f"$(grep -m 1 '^[^#]' {shlex.quote(str(key_file))})"
     return (
         f"{version}, on trial for {trial['requests']} requests; look:\n"
         f'  curl {address} -H "Authorization: Bearer {key}"'

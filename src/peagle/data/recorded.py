@@ -24,7 +24,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
-from peagle.disk import LOCK_NAME, locked, put_in_place
+from peagle.disk import LOCK_NAME, locked, needing_room, put_in_place
 from peagle.errors import UserError
 from peagle.extras import require_package
 
@@ -138,7 +138,8 @@ class RecordFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._secret = bytes.fromhex(json.loads((path / _INFO).read_bytes())["secret"])
+            self._info = (path / _INFO).read_bytes()
+            self._secret = bytes.fromhex(json.loads(self._info)["secret"])
         except (OSError, ValueError, LookupError, TypeError):
             raise UserError(
                 f"{str(path)!r} holds no records that this user can read; expected a folder that "
@@ -156,15 +157,18 @@ class RecordFolder:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             mode = stat.S_IMODE(path.stat().st_mode)
-            if mode & 0o077:
+            is_kept = is_recording(path) or not _others_in(path)
+            if mode & 0o077 and is_kept:
                 problem = f"others can enter it (mode {mode:o}; chmod 700 it)"
             elif not is_recording(path):
                 with locked(path, wait=True):
-                    if others := sorted({one.name for one in path.iterdir()} - {LOCK_NAME, _INFO}):
+                    if others := _others_in(path):
                         problem = f"it holds {others[0]!r}"
                     elif not is_recording(path):
                         info = {"format_version": 1, "secret": secrets.token_hex(32)}
                         _write_private(path / _INFO, [json.dumps(info).encode()])
+        except FileExistsError:
+            problem = "it is no folder"
         except OSError as error:
             problem = f"it cannot be written ({error.strerror})"
         if problem:
@@ -174,16 +178,23 @@ class RecordFolder:
             )
         return cls(path)
 
+    def is_there(self) -> bool:
+        """Return whether this folder is at its path, and no later one, whose ids are others."""
+        return is_recording(self.path) and (self.path / _INFO).read_bytes() == self._info
+
     def key_id(self, digest: bytes) -> str:
         """Return the id of an API key in this folder, by the SHA-256 of the key."""
         return blake2b(digest, key=self._secret, digest_size=16).hexdigest()
 
     def ids_named(self, name: str) -> set[str]:
-        """Return the ids that a key may have, named by itself, by its SHA-256 or by its id."""
+        """Return the ids that a key may have, named by itself, by its SHA-256 or by its id.
+
+        An id is one of a record or of a refused key: a key of the same form is not among them.
+        """
         ids, digits = {self.key_id(sha256(name.encode()).digest())}, name.lower()
         if re.fullmatch("[0-9a-f]{64}", digits):  # also the form of many keys
             ids.add(self.key_id(bytes.fromhex(digits)))
-        return ids | ({digits} if re.fullmatch("[0-9a-f]{32}", digits) else set())
+        return ids | ({digits} & {*self.summary()["keys"], *self.refused()})
 
     def refused(self) -> frozenset[str]:
         """Return the ids of keys of which nothing is recorded.
@@ -205,10 +216,11 @@ class RecordFolder:
         """Delete all records of keys, and refuse further ones; return the number of records.
 
         Raises:
-            OSError: the disk did not take it; some records may be left.
+            UserError: the disk is full; some records may be left.
         """
         ids, count = set(ids), 0
-        with locked(self.path, wait=True):
+        advice = "Records of the key may be left: make room, then run the command again."
+        with needing_room(self.path, advice), locked(self.path, wait=True):
             self.remove_partial()
             refused = "".join(f"{one}\n" for one in sorted(self.refused() | ids))
             _write_private(self.path / _REFUSED, [refused.encode()])
@@ -246,6 +258,11 @@ class RecordFolder:
                 counts[name] = counts.get(name, 0) + 1
         found = {"records": sum(days.values()), "files": len(files), "bytes": num_bytes, "cut": cut}
         return {**found, "days": days, "keys": keys, "refused": sorted(self.refused())}
+
+
+def _others_in(path: Path) -> list[str]:
+    """Return the names in a folder that a new folder of records does not have."""
+    return sorted({one.name for one in path.iterdir()} - {LOCK_NAME, _INFO})
 
 
 def _id_of(line: bytes) -> str | None:

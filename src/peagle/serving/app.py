@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -166,7 +167,7 @@ def _expectation(error: Any) -> str:
         fields = ", ".join(sorted(_fields_at(kind, ()))) if _field_path(error) else ""
         return f"should be an object with the fields {fields}" if fields else "should be an object"
     message = str(error["msg"]).removeprefix("Value error, ")
-    return message.removeprefix("Input ").replace("List should", "should")
+    return re.sub(r"^\w+ should", "should", message)
 
 
 def _field_path(error: Any) -> str:

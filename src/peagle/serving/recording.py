@@ -13,13 +13,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.data.recorded import (
     RecordFolder,
     began_s,
-    is_recording,
     line_of,
     new_record_file,
     read_cipher,
@@ -93,17 +93,21 @@ class Recorder:
             UserError: the options, the folder or the key file are not usable.
         """
         if config.record is None:
-            if config.record_for or config.record_all or config.record_key_file:
-                raise UserError(
-                    "--record-for, --record-all and --record-key-file need --record DIR."
-                )
+            for one in fields(config):
+                if one.name.startswith("record_") and getattr(config, one.name) != one.default:
+                    flag = f"--{one.name.replace('_', '-')}"
+                    raise UserError(
+                        f"{flag} has no effect without --record; add --record DIR, or leave {flag} "
+                        "out."
+                    )
             return None
         names = {digest.hex() for digest in keys.digests}
         if bool(config.record_for) == config.record_all or not (names or config.record_all):
+            reason = "" if names else "; the server has no keys, so --record-all is required"
             raise UserError(
                 "--record needs one of --record-for SHA256 (for each API key that is recorded) and "
                 "--record-all (for every request that does not say no)"
-                + ("." if names else "; the server has no keys, so --record-all is required.")
+                + ("; both were given." if config.record_all else f"{reason}.")
             )
         if not {name.lower() for name in config.record_for} <= names:
             raise UserError(  # without the value, which may be a key
@@ -192,12 +196,13 @@ class Recorder:
                     text = type(error).__name__  # the text of other errors might quote a record
                     if isinstance(error, OSError | UserError):
                         text = getattr(error, "strerror", None) or str(error)
+                    text += "; restart the server to record again"
                     logger.error("recording into %s has stopped: %s", self._folder.path, text)
 
     def _write(self, batch: deque[_Waiting]) -> None:
         """Write records, each of which then leaves the batch."""
         now = self._clock()
-        if not is_recording(self._folder.path):
+        if not self._folder.is_there():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         is_time = now - self._pruned_s >= _PRUNE_S
         if not batch and not is_time:

@@ -154,7 +154,9 @@ class Service:
             )
         known, correction = info.corrections.get(name, ()), asked.correction
         if correction not in (None, *known):
-            expected = f"one of: {', '.join(known)}" if known else f"none, as {name} has no other"
+            expected = (
+                f"one of: {', '.join(known)}" if known else f"none: {name} has no --correction"
+            )
             raise ApiError(
                 400,
                 f"speculation.correction is {short_repr(correction)}; expected {expected}.",

@@ -266,7 +266,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
             raise
         raise UserError(
             f"The checkpoint {str(folder)!r} could not be written: {cause}. "
-            "The last one is whole; free some space and run again with --resume."
+            "Free some space and run again; `peagle train --resume` goes on from the last one."
         ) from None
 
 
