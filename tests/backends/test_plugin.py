@@ -55,7 +55,9 @@ def test_without_the_variable_nothing_is_imported() -> None:
     for value in ("", "0", "yes"):
         environment = {"PYTHONPATH": str(MODULE_FOLDER), "PEAGLE_VLLM": value}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
-        assert (done.stdout, done.stderr) == (b"[]\n", b"")
+        said = "PEAGLE_VLLM is 'yes'; expected 1: vLLM drafts without peagle.\n"
+        assert done.stdout == b"[]\n"
+        assert done.stderr.decode() == (said if value == "yes" else "")
 
 
 def test_vllm_finds_it_on_its_path_and_in_an_installed_peagle() -> None:

@@ -43,6 +43,12 @@ def test_intervals_are_lines(peagle: Peagle, tmp_path: Path, is_file: bool) -> N
     assert two["time"] > one["time"]
 
 
+def test_a_full_disk_is_named(peagle: Peagle) -> None:
+    with endpoint(BusyScript()) as url:
+        result = peagle("watch", url, "--every", "1s", "--count", 2, "--output", "/dev/full")
+    assert result.status == 2 and "'/dev/full' cannot be written: No space left" in result.err
+
+
 def test_a_fall_is_a_warning(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = count()
 

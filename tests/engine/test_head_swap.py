@@ -184,7 +184,7 @@ def test_a_head_that_does_not_fit_is_refused(
         (partial(edit, target=other), "was trained for target 'target'"),
         (partial(edit, target=None), "does not name its target"),
         (partial(edit, num_speculative_tokens_trained=4), "was trained for 4 draft tokens"),
-        (lambda head: (head / "correction.st").unlink(), "a correction: False, the running"),
+        (lambda head: (head / "correction.st").unlink(), "a correction: no, the running head yes"),
         (lambda head: (head / "model.safetensors").write_text("?"), "not readable as safetensors"),
     ]
     with pytest.raises(CheckpointError, match="has kind EAGLE-3, the running head P-EAGLE;"):

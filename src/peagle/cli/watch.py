@@ -16,6 +16,7 @@ import typer
 
 from peagle.cli.setup import note
 from peagle.cli.terminal import printable
+from peagle.disk import needing_room
 from peagle.errors import UserError
 
 if TYPE_CHECKING:
@@ -125,5 +126,5 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
         raise UserError(
             f"--output {str(path)!r} cannot be written: {error.strerror}. Name another file."
         ) from None
-    with file:
+    with needing_room(path, "The lines before stay; make room, and watch again."), file:
         yield file

@@ -214,7 +214,7 @@ def _facts(drafter: Drafter) -> dict[str, Any]:
     config = asdict(replace(drafter.config, trained_depth=None))
     shapes = {f"{name} of shape": list(t.shape) for name, t in _tensors(drafter).items()}
     looks = {"windows": drafter.windows, "reach": drafter.reach}
-    correction = {"a correction:": drafter.correction is not None}
+    correction = {"a correction:": "no" if drafter.correction is None else "yes"}
     return {"kind": drafter.config.kind} | config | looks | correction | shapes
 
 

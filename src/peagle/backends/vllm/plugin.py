@@ -18,7 +18,10 @@ def register() -> None:
     Another vLLM than the tested ones, or one whose proposer cannot be replaced, serves as without
     the plugin, and one line says so. Raises nothing.
     """
-    if os.environ.get(PLUGIN_VARIABLE) != "1":
+    logger, value = logging.getLogger("vllm.peagle"), os.environ.get(PLUGIN_VARIABLE, "")
+    if value != "1":
+        if value not in ("", "0"):
+            logger.warning("PEAGLE_VLLM is %r; expected 1: vLLM drafts without peagle.", value)
         return
     try:
         from vllm.version import __version_tuple__ as version
@@ -31,5 +34,4 @@ def register() -> None:
         install()
         follow_schedules()
     except Exception as error:
-        message = "peagle steps aside: %s. vLLM drafts without corrections."
-        logging.getLogger("vllm.peagle").warning(message, error)
+        logger.warning("peagle steps aside: %s. vLLM drafts without corrections.", error)
