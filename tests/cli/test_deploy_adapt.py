@@ -227,7 +227,7 @@ def test_calls_are_printed_and_made_later(
     assert "held-out traffic" in result.err and aws.holdings() == held
     with monkeypatch.context() as full:
         refuse = Mock(side_effect=UserError("No room for the report."))
-        full.setattr("peagle.cli.deploy_adapt._write_report", refuse)
+        full.setattr("peagle.cli.deploy_adapt.write_figures", refuse)
         deployed = run("adapt")
     assert deployed.status == 2 and "Roll back: peagle deploy" in deployed.out
     # The next head goes out from this one; the one before it is then gone.

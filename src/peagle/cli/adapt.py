@@ -10,13 +10,20 @@ from typing import Any
 
 import typer
 
-from peagle.cli.adapting import ENGINE, PlaceOptions, TrainingOptions, adapted, figures, refuse
+from peagle.cli.adapting import (
+    ENGINE,
+    PlaceOptions,
+    TrainingOptions,
+    adapted,
+    figures,
+    refuse,
+    write_figures,
+)
 from peagle.cli.flags import Given, refuse_idle, spread, takes
 from peagle.cli.groups import Format, OutputFormat
 from peagle.cli.head_server import ADMIN_KEY, find_server, hand_over, told_of
 from peagle.cli.terminal import command_prefix
 from peagle.config.checks import require_writable_file
-from peagle.disk import needing_room
 from peagle.errors import UserError
 
 EXAMPLES = """
@@ -102,9 +109,7 @@ def adapt(given: Given, context: typer.Context, options: AdaptOptions) -> None:
     else:
         print("\n".join([*figures(result), *_end(result, options)]))
     if options.report is not None:
-        with needing_room(options.report, "The result is on standard output."):
-            options.report.parent.mkdir(parents=True, exist_ok=True)
-            options.report.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_figures(options.report, result, "The result is on standard output.")
     refuse(result)
     if not_served is not None:
         raise not_served

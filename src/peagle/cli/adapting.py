@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import sys
@@ -25,6 +26,7 @@ from peagle.config.engine import TARGET_DEFAULTS
 from peagle.data.limits import Limits, check_limits
 from peagle.data.readers import check_traffic
 from peagle.data.recorded import read_cipher
+from peagle.disk import needing_room
 from peagle.errors import UserError
 from peagle.models.head_json import default_k
 
@@ -462,6 +464,13 @@ def _measure(
             found = {name: accepted_drafts(backend.llm, turns) for name, turns in sides.items()}
         del backend  # its memory is released with the context
     return found, own
+
+
+def write_figures(path: Path, result: Mapping[str, Any], advice: str) -> None:
+    """Write the result of `adapted` as JSON; `advice` says what stays if the disk is full."""
+    with needing_room(path, advice):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def figures(result: Mapping[str, Any]) -> list[str]:

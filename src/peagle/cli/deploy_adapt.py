@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from peagle.cli.adapting import ENGINE, PlaceOptions, TrainingOptions, adapted, figures, refuse
+from peagle.cli.adapting import (
+    ENGINE,
+    PlaceOptions,
+    TrainingOptions,
+    adapted,
+    figures,
+    refuse,
+    write_figures,
+)
 from peagle.cli.deploy_options import PLACE, Wait, leftovers_printed, new_stamp
 from peagle.cli.flags import Given, pick_flags, spread, takes
 from peagle.cli.groups import Format, OutputFormat
@@ -155,7 +163,7 @@ def adapt(given: Given, context: typer.Context, options: EndpointOptions) -> Non
         f"Roll back: {result['roll_back']}",
     ]
     _print(options, result, [*figures(result), *lines])
-    _write_report(options.work, result)
+    write_figures(options.work / _REPORT, result, "The result is on standard output.")
 
 
 def _check_overrides(options: EndpointOptions) -> None:
@@ -300,12 +308,8 @@ def _adapt(
         "endpoint": options.endpoint,
         "adapted_from": source.draft_name,
     }
-    _write_report(options.work, result)
+    write_figures(options.work / _REPORT, result, "Make room, then run the command again.")
     return result
-
-
-def _write_report(work: Path, result: Mapping[str, Any]) -> None:
-    (work / _REPORT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def _fetched(model: ModelSource, work: Path, clients: Clients) -> str:
