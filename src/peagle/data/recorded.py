@@ -194,7 +194,10 @@ class RecordFolder:
         ids, digits = {self.key_id(sha256(name.encode()).digest())}, name.lower()
         if re.fullmatch("[0-9a-f]{64}", digits):  # also the form of many keys
             ids.add(self.key_id(bytes.fromhex(digits)))
-        return ids | ({digits} & {*self.summary()["keys"], *self.refused()})
+        elif re.fullmatch("[0-9a-f]{32}", digits):
+            found = self.summary()
+            ids |= {digits} & {*found["keys"], *found["refused"]}
+        return ids
 
     def refused(self) -> frozenset[str]:
         """Return the ids of keys of which nothing is recorded.
