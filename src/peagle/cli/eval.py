@@ -206,7 +206,7 @@ def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
     _refuse_contradictions(given, options, is_on_vllm)
     thinking = thinking_mode(options.thinking, options.chat_template)
     endpoint, eagle3, methods = options.endpoint, options.eagle3, options.method or []
-    if not endpoint:
+    if endpoint is None:
         check_paths(given.value("target"), given.value("speculative.model"), eagle3, methods)
     temperatures = read_temperatures(options.temperature)
     draft_sampling, window, drawn_from = (
@@ -220,7 +220,7 @@ def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
     SpeculativeConfig.parse({**head, "drawn_chains_from": drawn_from})
     certificate = None
     if options.certify:
-        choose = _served_options if endpoint else _certificate_options
+        choose = _certificate_options if endpoint is None else _served_options
         certificate = choose(given, options, temperatures)
     ks = () if options.k is None else whole_numbers("-k", options.k, MAX_SPECULATIVE_TOKENS)
     params, concurrency = harness.sampling_params(given), options.concurrency
@@ -229,7 +229,7 @@ def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
     if is_on_vllm:
         vllm.refuse_unmeasured(given, methods)
     heads = []
-    if not endpoint:
+    if endpoint is None:
         ngram = options.ngram and not is_on_vllm
         heads = harness.named_methods(given, eagle3, methods, ngram=ngram)
     prompts = {}
@@ -259,7 +259,7 @@ def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
             lambda path: read_document(path, AcceptanceResults).settings,
             {name: of for name, of in requests.settings("").items() if name not in open_yet},
         )
-    if endpoint:
+    if endpoint is not None:
         _refuse_models(given, eagle3, methods)
     return AcceptancePlan(options, flags, is_on_vllm, ks, heads, certificate, requests)
 
@@ -267,9 +267,7 @@ def _plan(given: Given, options: EvalOptions) -> AcceptancePlan:
 def _refuse_contradictions(given: Given, options: EvalOptions, is_on_vllm: bool) -> None:
     """Refuse options that exclude each other."""
     endpoint, model, samples = options.endpoint, options.model, options.samples
-    if endpoint == "":
-        raise UserError("--endpoint is ''; expected a URL like http://127.0.0.1:8000.")
-    if is_on_vllm and endpoint:
+    if is_on_vllm and endpoint is not None:
         raise UserError(
             "--engine vllm and --endpoint contradict each other; leave one of them out."
         )
@@ -280,7 +278,7 @@ def _refuse_contradictions(given: Given, options: EvalOptions, is_on_vllm: bool)
         )
     for name in ("reference_endpoint", "tolerance"):
         value = getattr(options, name)
-        if value is not None and not (options.certify and endpoint):
+        if value is not None and not (options.certify and endpoint is not None):
             raise UserError(
                 f"--{name.replace('_', '-')} is {value} without --certify --endpoint; leave it out."
             )
@@ -309,7 +307,7 @@ def _refuse_contradictions(given: Given, options: EvalOptions, is_on_vllm: bool)
         raise UserError(f"{source} and --engine vllm: chains alone. Leave one of them out.")
     if samples is not None and not options.certify:
         raise UserError(f"--samples is {samples} without --certify; leave it out.")
-    if model and not endpoint:
+    if model and endpoint is None:
         raise UserError(
             f"--model is {model!r} without --endpoint; name a model here with --target {model}, or "
             f"as the first word: peagle eval {model}."
@@ -383,7 +381,7 @@ def _served_options(
 def _run(given: Given, plan: AcceptancePlan) -> tuple[AcceptanceFile, str]:
     """Measure every entry; return the file with all entries, and the text still to print."""
     endpoint = plan.options.endpoint
-    subject = _on_server(plan, endpoint) if endpoint else _on_engines(given, plan)
+    subject = _on_engines(given, plan) if endpoint is None else _on_server(plan, endpoint)
     arms, chat, provenance, target_sha256 = subject
     from peagle.evaluation.eval_run import AcceptanceFile
     from peagle.evaluation.turns import sent_turns
