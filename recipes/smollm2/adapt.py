@@ -38,7 +38,7 @@ from peagle.models.fingerprint import identity_of  # noqa: E402
 MINUTES = {"correction": 1.5, "head": 7}  # of training steps
 LEAST = 100  # prompts, of which a tenth is held out
 OLD_SEED = 1000  # make.py, whose prompts the head was trained on, takes other ones
-REPORTED = ("refusal", "k", "steps", "requests", "own_outputs", "held_out", "old")
+REPORTED = ("refusal", "k", "steps", "requests", "own_outputs", "held_out", "old", "kept_share")
 Result = dict[str, Any]
 
 

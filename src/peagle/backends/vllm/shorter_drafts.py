@@ -3,7 +3,8 @@
 
 vLLM's proposer keeps room for K slots of each request, and with a schedule it reads as many as the
 step wants out of them: each request then gets slots of another. Here the head drafts all K, which
-takes it hardly longer, and the step gets the first of them. Without drafts the head reads on.
+takes it hardly longer, and the step gets the first of them. Without drafts the head reads on, and
+has no slots in its pass.
 
 Runs in vLLM's processes alone.
 """
@@ -27,8 +28,14 @@ def follow_schedules() -> None:
 
     def propose_first(self: Any, num_speculative_tokens: int, *inputs: Any, **named: Any) -> Tensor:
         most = self.speculative_config.num_speculative_tokens
-        if not (self.parallel_drafting and 0 < num_speculative_tokens < most):
+        if self.method != "eagle3" or not self.parallel_drafting or num_speculative_tokens == most:
             return propose(self, num_speculative_tokens, *inputs, **named)
+        if num_speculative_tokens == 0:
+            needs_slots, self.needs_extra_input_slots = self.needs_extra_input_slots, False
+            try:
+                return propose(self, 0, *inputs, **named)
+            finally:
+                self.needs_extra_input_slots = needs_slots
         drafts_BK = propose(self, most, *inputs, **named)
         if self._last_draft_probs is not None:
             self._last_draft_probs = self._last_draft_probs[:, :num_speculative_tokens].contiguous()
