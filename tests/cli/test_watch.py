@@ -56,7 +56,8 @@ def test_a_fall_is_a_warning(peagle: Peagle, monkeypatch: pytest.MonkeyPatch) ->
         from peagle.client.counters import Counters, DraftCounts
 
         n = next(numbers)
-        return Counters(DraftCounts(10 * n, 40 * n, 8 * n + n % 2), None)
+        found = Counters(DraftCounts(10 * n, 40 * n, 8 * n + n % 2), None)
+        return Counters(found.drafts, None, {"0": found})
 
     monkeypatch.setattr(EndpointBackend, "counters", counters)
     with endpoint(Script()) as url:

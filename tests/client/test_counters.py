@@ -15,6 +15,8 @@ def test_counters_are_summed_over_the_engines_of_one_model(prefix: str) -> None:
     counters = read_counters(metrics(2, prefix=prefix), "m")
     assert counters.drafts == DraftCounts(18, 72, 18, (12, 6, 0, 0))
     assert counters.num_tokens == 2 * NUM_TOKENS
+    drafts = [one.drafts and one.drafts.num_drafts for one in counters.engines.values()]
+    assert drafts == [6, 12]
 
 
 def test_a_page_without_counters_of_drafts() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
+from itertools import chain, islice, repeat
 
 import numpy as np
 import pytest
@@ -11,6 +11,16 @@ import pytest
 from peagle.client.counters import Counters, DraftCounts
 from peagle.errors import UserError
 from peagle.evaluation.watching import READINGS, AcceptanceWatch, WatchedInterval
+
+
+def counters_of(**engines: tuple[int, int, int]) -> Counters:
+    """Return counters of drafts, accepted tokens and output tokens of engines, 4 tokens a draft."""
+    each = {
+        name: Counters(DraftCounts(drafts, 4 * drafts, accepted), num_tokens)
+        for name, (drafts, accepted, num_tokens) in engines.items()
+    }
+    drafts, accepted, num_tokens = map(sum, zip(*engines.values()))
+    return Counters(DraftCounts(drafts, 4 * drafts, accepted), num_tokens, each)
 
 
 class Traffic:
@@ -36,7 +46,7 @@ class Traffic:
             self.drafts += 20
             self.accepted += int(self.dice.binomial(80, min(max(mean, 0), 1)))
             self.second += 1
-        return Counters(DraftCounts(self.drafts, 4 * self.drafts, self.accepted), self.accepted)
+        return counters_of(a=(self.drafts, self.accepted, self.accepted))
 
     def watch(self, count: int, **options: object) -> list[WatchedInterval]:
         options = {"clock": lambda: self.now, "sleep": self.sleep, **options}
@@ -97,14 +107,34 @@ def test_a_server_that_is_away_is_one_line() -> None:
     assert three.drafts.num_drafts > 0
 
 
-def test_a_restart_shows_in_any_count() -> None:
-    old = [Counters(DraftCounts(9 * n, 36 * n, 20 * n), 30 * n) for n in range(6)]
-    new = [Counters(DraftCounts(30 * n, 120 * n, 2 * n), 3 * n) for n in range(6, 40)]
-    traffic, every = Traffic(lambda _: 0.5), iter(old + new)
+def watch_pages(*pages: Counters) -> WatchedInterval:
+    """Return the interval of these readings, the last of which goes on."""
+    traffic, every = Traffic(lambda _: 0.5), chain(pages, repeat(pages[-1]))
     traffic.read = lambda: next(every)  # type: ignore[method-assign]
     (one,) = traffic.watch(1, baseline=2.0)
-    assert one.drafts == DraftCounts(5 * 9 + 4 * 30, 5 * 36 + 4 * 120, 5 * 20 + 4 * 2)
-    assert one.num_tokens == 5 * 30 + 4 * 3
+    return one
+
+
+def test_a_restart_shows_in_any_count() -> None:
+    """An engine that began anew passes its old drafts at once, and counts from zero."""
+    old = [counters_of(a=(9 * n, 20 * n, 30 * n)) for n in range(6)]
+    one = watch_pages(*old, *(counters_of(a=(50 + n, 2 * n, 3 * n)) for n in range(5)))
+    assert one.drafts == DraftCounts(5 * 9 + 54, 5 * 36 + 4 * 54, 5 * 20 + 8)
+    assert one.num_tokens == 5 * 30 + 12
+
+
+def test_an_engine_that_was_not_listed_for_a_while_brings_no_history() -> None:
+    a, b = (1000, 2000, 3000), (500, 600, 700)
+    both, later = counters_of(a=a, b=b), counters_of(a=(1010, 2020, 3030), b=(500, 601, 702))
+    one = watch_pages(both, counters_of(b=b), later)
+    assert (one.drafts, one.num_tokens) == (DraftCounts(10, 40, 21), 32)
+    assert watch_pages(counters_of(b=b), both).drafts == DraftCounts(), "a was there before"
+
+
+def test_an_engine_that_returns_with_less_began_anew() -> None:
+    both, b = counters_of(a=(1000, 2000, 3000), b=(500, 600, 700)), (505, 610, 720)
+    one = watch_pages(both, counters_of(b=b), counters_of(a=(7, 8, 9), b=b))
+    assert (one.drafts, one.num_tokens) == (DraftCounts(12, 48, 18), 29)
 
 
 def test_a_slow_server_is_not_read_again_for_each_time_missed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import isfinite, nan
 
@@ -16,6 +16,7 @@ _SAMPLE = re.compile(
 )
 _LABEL = re.compile(r'(?P<name>\w+)="(?P<value>(?:[^"\\]|\\.)*)"')
 _TOTALS = "num_drafts", "num_draft_tokens", "num_accepted_tokens"
+_Sample = tuple[str, dict[str, str], float]  # name, labels, value
 _PER_POS = "num_accepted_tokens_per_pos", "num_accepted_text_tokens_per_pos"
 
 
@@ -51,6 +52,18 @@ class Counters:
 
     drafts: DraftCounts | None
     num_tokens: int | None  # output tokens of all its clients
+    engines: dict[str, Counters] = field(default_factory=dict)  # the counts of each, by its labels
+
+    def since(self, earlier: Counters) -> Counters:
+        """Return the counts of an engine since `earlier`; all if any fell, as it began anew."""
+        drafts = tokens = None
+        counts = [0]
+        if self.drafts is not None and earlier.drafts is not None:
+            drafts = self.drafts.since(earlier.drafts)
+            counts += [drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens]
+        if self.num_tokens is not None and earlier.num_tokens is not None:
+            counts.append(tokens := self.num_tokens - earlier.num_tokens)
+        return self if min(counts) < 0 else Counters(drafts, tokens)
 
 
 def read_counters(text: str, model: str) -> Counters:
@@ -70,6 +83,16 @@ def read_counters(text: str, model: str) -> Counters:
     ]
     if len({labels.get("model_name", model) for _, labels, _ in samples}) > 1:
         samples = [one for one in samples if one[1].get("model_name", model) == model]
+    by_engine: dict[str, list[_Sample]] = defaultdict(list)
+    for sample in samples:
+        labels = sorted(one for one in sample[1].items() if one[0] != "position")
+        by_engine[str(labels)].append(sample)
+    found = _summed(samples)
+    engines = {name: _summed(own) for name, own in by_engine.items()}
+    return Counters(found.drafts, found.num_tokens, engines)
+
+
+def _summed(samples: list[_Sample]) -> Counters:
     totals: dict[str, float] = defaultdict(float)
     per_pos: dict[str, dict[int, float]] = {name: defaultdict(float) for name in _PER_POS}
     for name, labels, value in samples:

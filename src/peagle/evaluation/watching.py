@@ -90,7 +90,7 @@ class AcceptanceWatch:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     report: Callable[[str], None] = lambda _: None
-    _before: Counters | None = None
+    _last: dict[str, Counters] = field(default_factory=dict)  # of each engine seen
     _first: list[DraftCounts] = field(default_factory=list)
     _is_away: bool = False
 
@@ -100,12 +100,13 @@ class AcceptanceWatch:
         Raises:
             UserError: the first reading has no counters of drafts.
         """
-        self._before = self.read()
-        if self._before is None or self._before.drafts is None:
+        first = self.read()
+        if first is None or first.drafts is None:
             raise UserError(
                 "The server counts no drafts at /metrics; expected the counters of `peagle serve` "
                 "or of vLLM. Serve with drafts, or correct the URL."
             )
+        self._last |= first.engines
         due = self.clock()
         while True:
             parts: list[DraftCounts] = []
@@ -117,16 +118,16 @@ class AcceptanceWatch:
                 self.sleep(max(0.0, due - self.clock()))
                 now, reason = self._try_to_read()
                 away = reason or away
-                before = self._before
                 if now is None or now.drafts is None:
                     continue
-                self._before = now
-                # A server that was restarted begins anew.
-                if before is None or before.drafts is None or _is_less(now.drafts, before.drafts):
-                    continue
-                parts.append(now.drafts.since(before.drafts))
-                if now.num_tokens is not None and before.num_tokens is not None:
-                    num_tokens = (num_tokens or 0) + max(0, now.num_tokens - before.num_tokens)
+                # The page may lack an engine for a while, and a new one may bring a history.
+                known = [name for name in now.engines if name in self._last]
+                added = [now.engines[name].since(self._last[name]) for name in known]
+                self._last |= now.engines
+                if drafts := [one.drafts for one in added if one.drafts is not None]:
+                    parts.append(_sum(drafts))
+                if tokens := [one.num_tokens for one in added if one.num_tokens is not None]:
+                    num_tokens = (num_tokens or 0) + sum(tokens)
             yield self._interval(parts, num_tokens, away)
 
     def _try_to_read(self) -> tuple[Counters | None, str]:
@@ -159,12 +160,6 @@ class AcceptanceWatch:
                 total = _sum(self._first)
                 self.baseline = 1 + total.num_accepted_tokens / total.num_drafts
         return found
-
-
-def _is_less(now: DraftCounts, before: DraftCounts) -> bool:
-    """Return whether any count fell; others may have passed the old ones since."""
-    counts = now.since(before)
-    return min(counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) < 0
 
 
 def _sum(parts: list[DraftCounts]) -> DraftCounts:
