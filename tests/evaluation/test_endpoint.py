@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -391,3 +392,47 @@ def test_an_endless_body(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(answers=lambda *_: (200, "x" * (1 << 21), {}))
     with endpoint(script) as url, pytest.raises(UserError, match="ended in the middle"):
         EndpointBackend(url).ask("/v1/completions", [{}])
+
+
+def ask_raw(*parts: bytes) -> Reply:
+    """Return the answer that a server sends in these parts, on a connection that stays open."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0.01)
+        await reader.read()
+        writer.close()
+        ended.set()
+
+    ended = asyncio.Event()
+
+    async def exchange() -> Reply:
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            client = http_client.HttpClient(f"http://127.0.0.1:{port}", timeout_s=2.0)
+            reply = await client.send("GET", "/")
+            client.close()
+            await ended.wait()
+        return reply
+
+    return asyncio.run(exchange())
+
+
+@pytest.mark.parametrize("status", [204, 304])
+@pytest.mark.parametrize(
+    "header", [b"", b"Content-Length: 9\r\n", b"Transfer-Encoding: chunked\r\n"]
+)
+def test_answers_that_have_no_body(status: int, header: bytes) -> None:
+    reply = ask_raw(b"HTTP/1.1 %d X\r\n%s\r\n" % (status, header))
+    assert (reply.status, reply.body, reply.problem) == (status, b"", "")
+
+
+def test_lines_that_end_in_line_feeds_alone() -> None:
+    reply = ask_raw(b"HTTP/1.1 200 OK\nX-A: a\x85b\nContent-Length: 3\n", b"\nabc")
+    assert (reply.headers["x-a"], reply.body, reply.problem) == ("a\x85b", b"abc", "")
+    head = b"HTTP/1.1 200 OK\nTransfer-Encoding: chunked\n\n"
+    reply = ask_raw(head + b"3\nabc", b"\n2;x=y\nd", b"e\n0\n", b"\n")
+    assert (reply.body, reply.problem) == (b"abcde", "")

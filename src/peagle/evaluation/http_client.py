@@ -6,6 +6,7 @@ costs several times the CPU time a chunk (benchmarks/evaluation/client_cost.py).
 
 import asyncio
 import json
+import re
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
@@ -19,6 +20,7 @@ from peagle.client.events import EventReader
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 MAX_BYTES = 64 << 20  # of an answer that is no stream
+_END = re.compile(rb"\r?\n\r?\n")  # of the headers; some servers end lines without \r
 HANDSHAKE_S = 10.0  # limit of a TLS handshake: a server without TLS may never answer it
 
 
@@ -113,27 +115,30 @@ class _Connection(asyncio.Protocol):
     def _parse(self) -> Generator[None]:
         """Read the answer from the bytes so far; each yield waits for more bytes."""
         raw, answer = self._raw, self.answer
-        while (end := raw.find(b"\r\n\r\n")) < 0:
+        while (end := _END.search(raw)) is None:
             yield
-        first, *lines = raw[:end].decode("latin-1").split("\r\n")
+        first, *lines = (line.decode("latin-1") for line in raw[: end.start()].splitlines())
         pairs = (line.partition(":") for line in lines)
         headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
         left = int(headers["content-length"]) if "content-length" in headers else None
         answer.status, answer.headers = int(first.split()[1]), headers
-        del raw[: end + 4]
+        del raw[: end.end()]
         is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
+        if answer.status in (204, 304):  # these never have a body
+            is_chunked, left = False, 0
         is_stream = headers.get("content-type", "").startswith("text/event-stream")
         self._is_framed = is_chunked or left is not None
         body, is_whole = self._body, False
         while True:
             if is_chunked:
                 at = 0
-                while not is_whole and (end := raw.find(b"\r\n", at)) >= 0:
-                    size = int(raw[at:end].partition(b";")[0], 16)
-                    if len(raw) < end + 2 + size + 2:
+                while not is_whole and (begin := raw.find(b"\n", at) + 1) > 0:
+                    size = int(raw[at:begin].partition(b";")[0], 16)
+                    past = begin + size + (2 if raw[begin - 2 : begin] == b"\r\n" else 1)
+                    if len(raw) < past:
                         break
-                    body += raw[end + 2 : end + 2 + size]
-                    at, is_whole = end + 2 + size + 2, size == 0
+                    body += raw[begin : begin + size]
+                    at, is_whole = past, size == 0
                 del raw[:at]
             else:
                 body += raw
