@@ -650,7 +650,9 @@ class ServedCase(ResultModel):
     """Greedy answers of a server under one condition.
 
     `num_asked_again` positions were asked again with all before them as the prompt, and
-    `num_scored_anew` tokens were scored as a part of a prompt.
+    `num_scored_anew` tokens were scored as a part of a prompt. Of `num_unjudged` tokens the server
+    lists fewer likeliest tokens than of others, as where several have one name: a likelier token
+    may be missing.
     """
 
     condition: str
@@ -660,6 +662,7 @@ class ServedCase(ResultModel):
     num_asked_again: Count = 0
     num_scored_anew: Count = 0
     num_near_ties: Count = 0
+    num_unjudged: Count = 0
     faults: list[str] = []
 
 

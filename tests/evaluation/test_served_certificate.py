@@ -75,6 +75,7 @@ def test_a_lossless_server_passes(certify: Any, server: ToyServer) -> None:
     )
     again = [one.num_asked_again for one in found.conditions if "stop string" not in one.condition]
     assert min(again) > 0
+    assert not any(one.num_unjudged for one in found.conditions)
     anew = sum(one.num_scored_anew for one in found.conditions)
     assert (anew > 0) == server.has_echo
     assert len(found.distribution) == 4
@@ -139,6 +140,37 @@ def test_tokens_of_one_name_are_not_tested(certify: Any) -> None:
     status, found, text = certify(ToyServer(told=told))
     assert (status, found.faults) == (0, []), text
     assert any("some of 20 tokens have one name; it is not" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_accepted_drafts_are_found_or_told_where_names_are_shared(
+    certify: Any, is_chat: bool
+) -> None:
+    """A list has the log-probabilities of all; an object has one of each name, here the least."""
+
+    def told(number: int, choice: dict[str, Any]) -> dict[str, Any]:
+        listed = choice["logprobs"]
+        if number < 10:  # a probe
+            return choice
+        values, tops = listed["token_logprobs"], listed["top_logprobs"]
+        one = {"token": "\ufffd"}
+        several = [
+            {**one, "logprob": own, "top_logprobs": [{**one, "logprob": x} for x in top.values()]}
+            for own, top in zip(values, tops)
+        ]
+        least = [{"\ufffd": min(top.values())} if top else {} for top in tops]
+        alike = {"tokens": ["\ufffd"] * len(tops), "token_logprobs": values, "top_logprobs": least}
+        return {**choice, "logprobs": {"content": several} if is_chat else alike}
+
+    status, found, text = certify(ToyServer(fault="accepts", told=told), "--samples", 0)
+    unjudged = sum(case.num_unjudged for case in found.conditions)
+    if is_chat:
+        assert status == 1 and unjudged == 0
+        assert "its own log-probabilities have another of a name (" in text
+    else:
+        num_tokens = sum(c.num_tokens for c in found.conditions if "stop" not in c.condition)
+        assert (status, unjudged) == (0, num_tokens), text
+        assert re.search(r"0 near-ties, [1-9]\d* tokens unjudged", text)
 
 
 def test_a_server_that_gives_fewer_log_probabilities_than_asked(certify: Any) -> None:
@@ -351,6 +383,14 @@ def test_false_alarms_of_lossless_servers_are_rare() -> None:
     assert alarms <= runs // 100
 
 
+def test_sampled_parts_of_characters_are_no_false_alarm() -> None:
+    """Of 300 with that name 100 are the one among the likeliest; 200 are others."""
+    top = {"a": log(0.7), "\ufffd": log(0.1)}
+    tokens = ["a"] * 700 + ["\ufffd"] * 300
+    assert fit_tokens(top, tokens, "", 1e-3).passed
+    assert not fit_tokens(top, tokens[300:], "", 1e-3).passed
+
+
 def test_near_ties() -> None:
     top = {"a": -1.0, "b": -1.1, "c": -3.0}
     assert is_near_tie(top, ["a", "b"], 0.2)
@@ -371,6 +411,10 @@ def test_log_probabilities_of_both_routes() -> None:
     assert (first.token_id, second.token_id) == (7, None)
     assert second.top == {"a": -0.2, "b": -2.0}
     assert scored_tokens({"logprobs": {"content": chat}}) == [second]
+    tops = [{"token": name, "logprob": value} for name, value in (("b", -1), ("a", -2), ("a", -4))]
+    chat[0] |= {"token": "a", "logprob": -9, "top_logprobs": tops}
+    (third,) = scored_tokens({"logprobs": {"content": chat}})
+    assert (third.top, third.best, third.num_listed) == ({"a": -9.0, "b": -1.0}, -1.0, 3)
     assert scored_tokens({"logprobs": None}) == []
     with pytest.raises(ValueError, match="another form"):
         scored_tokens({"logprobs": {"tokens": ["a"], "token_logprobs": []}})

@@ -1,6 +1,6 @@
 """The log-probabilities of an answer, as completions and as chat completions have them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
 from typing import Any
@@ -18,11 +18,15 @@ class ScoredToken:
         token: the server's name of the token: its text, or "token_id:5".
         logprob: natural logarithm of its probability.
         top: the same of the most likely tokens of this position and of the token itself, by name.
+        best: the greatest log-probability of the position, also where tokens share a name.
+        num_listed: number of likeliest tokens whose log-probabilities the server gave.
     """
 
     token: str
     logprob: float
     top: Mapping[str, float]
+    best: float
+    num_listed: int
 
     @property
     def token_id(self) -> int | None:
@@ -51,7 +55,7 @@ def scored_tokens(choice: Mapping[str, Any]) -> list[ScoredToken]:
         if values[:1] == [None]:
             values[0] = 0.0
         return [
-            _scored(token, logprob, top or {})
+            _scored(token, logprob, list((top or {}).items()))
             for token, logprob, top in zip(tokens, values, tops, strict=True)
         ]
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
@@ -60,14 +64,18 @@ def scored_tokens(choice: Mapping[str, Any]) -> list[ScoredToken]:
 
 
 def _of_chat(entry: Mapping[str, Any]) -> ScoredToken:
-    tops = {one["token"]: one["logprob"] for one in entry.get("top_logprobs") or ()}
-    return _scored(entry["token"], entry["logprob"], tops)
+    listed = [(one["token"], one["logprob"]) for one in entry.get("top_logprobs") or ()]
+    return _scored(entry["token"], entry["logprob"], listed)
 
 
-def _scored(token: Any, logprob: Any, tops: Mapping[str, Any]) -> ScoredToken:
-    top = {name: float(value) for name, value in {**tops, token: logprob}.items()}
+def _scored(token: Any, logprob: Any, listed: Sequence[tuple[str, Any]]) -> ScoredToken:
+    tops = sorted((float(value), name) for name, value in listed)
+    # Of tokens with one name the likeliest is kept, or the output token.
+    top = {**{name: value for value, name in tops}, token: float(logprob)}
+    best = max([top[token], *(value for value, _ in tops)])
     masses = [exp(value) for value in top.values()]
     # Not "> _MOST_MASS": NaN is not.
-    if not (isinstance(token, str) and max(masses) >= _LEAST_MASS and sum(masses) <= _MOST_MASS):
+    is_some = _LEAST_MASS <= exp(best) <= _MOST_MASS and sum(masses) <= _MOST_MASS
+    if not (isinstance(token, str) and is_some):
         raise ValueError(token)
-    return ScoredToken(token, top[token], top)
+    return ScoredToken(token, top[token], top, best, len(listed))

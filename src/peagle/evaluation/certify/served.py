@@ -240,6 +240,7 @@ class _Findings:
     """The near-ties and faults of a condition."""
 
     num_near_ties: int = 0
+    num_unjudged: int = 0
     num_asked_again: int = 0
     num_scored_anew: int = 0
     faults: list[str] = field(default_factory=list)
@@ -269,6 +270,8 @@ def _compare(
     found = _Findings()
     for answer, other in zip(answers, expected, strict=True):
         _check_difference(subject, found, answer, other)
+        listed = [one.num_listed for one in answer.tokens]
+        found.num_unjudged += sum(count < subject.server.num_top for count in listed)
         own = "but its own log-probabilities have"
         _check_likeliest(subject, found, answer, answer.tokens, own)
         _ask_again(subject, found, answer)
@@ -337,11 +340,14 @@ def _check_likeliest(
     """Compare each token with the likeliest one of its position; the first fault is named."""
     for at, (one, other) in enumerate(zip(answer.tokens, scored, strict=True)):
         top = other.top
-        if deficit(top, one.token) >= subject.options.tolerance:
+        is_same = one.token == other.token  # then its log-probability is known whatever its name
+        gap = other.best - other.logprob if is_same else deficit(top, one.token)
+        if gap >= subject.options.tolerance:
             best = max(top, key=lambda name: top[name])
+            is_hidden = top[best] < other.best
+            likelier = f"another of a name ({other.best:.3g})" if is_hidden else _shown(best, top)
             found.faults.append(
-                f"{answer.prompt.id}: token {at} is {_shown(one.token, top)}; {words} "
-                f"{_shown(best, top)}"
+                f"{answer.prompt.id}: token {at} is {_shown(one.token, top)}; {words} {likelier}"
             )
             return
 
@@ -475,7 +481,11 @@ def _test(
 def fit_tokens(
     top: Mapping[str, float], tokens: Sequence[str], prompt: str, significance: float
 ) -> SampledTest:
-    """Test sampled tokens against the log-probabilities of the likeliest ones, and the rest."""
+    """Test sampled tokens against the log-probabilities of the likeliest ones, and the rest.
+
+    Parts of characters, which share a name with less likely tokens, count among the rest.
+    """
+    top = {name: logprob for name, logprob in top.items() if "\ufffd" not in name}
     ids = {name: number for number, name in enumerate(top)}
     masses = [exp(logprob) for logprob in top.values()]
     cells: dict[Tokens, float] = {(number,): mass for number, mass in enumerate(masses)}
@@ -521,11 +531,12 @@ def served_text(certificate: ServedCertificate) -> str:
             continue
         # Many servers do not tell them.
         cached = f"{count} prompt tokens cached, " if (count := case.num_cached_tokens) else ""
+        unjudged = f", {count} tokens unjudged" if (count := case.num_unjudged) else ""
         parts[-1].append(
             f"  {case.condition:<{width}} {case.num_answers} answers, {case.num_tokens} tokens, "
             f"{cached}{case.num_asked_again} asked again, "
             f"{case.num_scored_anew} scored anew: "
-            f"{len(case.faults)} faults, {case.num_near_ties} near-ties"
+            f"{len(case.faults)} faults, {case.num_near_ties} near-ties{unjudged}"
         )
     if tests := certificate.distribution:
         parts.append(
