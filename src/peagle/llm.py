@@ -17,6 +17,7 @@ from peagle.config.checks import did_you_mean, require, require_neutral
 from peagle.config.engine import TARGET_DEFAULTS
 from peagle.engine import EngineStats, LLMEngine
 from peagle.engine.detokenizer import split_output
+from peagle.engine.head import check_corrections
 from peagle.engine.outputs import RequestOutput, StreamChunk
 from peagle.engine.placement import choose_threads, load_target
 from peagle.engine.requests import Prompt, Requests
@@ -131,6 +132,7 @@ class LLM:
         if speculative_config is not None:
             speculative = with_local_head(SpeculativeConfig.parse(speculative_config))
         if model is None:
+            check_corrections(speculative)
             model = load_target(resolve_model(target or BUNDLED, revision), config)
         elif target is not None or revision is not None:
             raise UserError(

@@ -16,12 +16,17 @@ import torch
 
 from peagle import LLM, SamplingParams
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
+from peagle.cli import serve
+from peagle.cli.flags import Given
+from peagle.cli.settings import Setting
+from peagle.cli.setup import Setup
 from peagle.config import SpeculativeConfig, StructuredOutput
 from peagle.disk import size_text
 from peagle.engine.head_swap import HeadSwap
 from peagle.errors import CheckpointError, UserError
 from peagle.models.checkpoint import CORRECTION_NAME, head_identity, read_head, save_correction
 from peagle.models.target import TargetModel
+from peagle.serving.config import ServerConfig
 from tests.corrections import perturbed_correction, random_correction
 
 K = 5
@@ -166,6 +171,22 @@ def test_corrections_that_do_not_fit_are_refused(
     with pytest.raises(CheckpointError, match="is an EAGLE-3 head"):
         way = {"num_speculative_tokens": 3, "corrections": {"sql": str(heads["one"])}}
         make(target, BUNDLED_EAGLE3, way)
+
+
+def test_a_wrong_correction_is_refused_before_the_target_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `LLM`, and by `peagle serve` before it starts an engine."""
+    source = tmp_path / "wrong.st"
+    source.write_bytes(b"none")
+    refused = re.escape(f"The correction 'sql': {str(source)!r} is not readable as safetensors")
+    monkeypatch.setattr("peagle.llm.load_target", lambda *_: pytest.fail("the target was loaded"))
+    config = {"model": str(BUNDLED_PEAGLE), "corrections": {"sql": str(source)}}
+    with pytest.raises(CheckpointError, match=refused):
+        LLM(speculative_config=config)
+    setting = Setting((("sql", str(source)),), "--correction")
+    with pytest.raises(CheckpointError, match=refused):
+        serve._spec(Setup(Given({"speculative.corrections": setting})), ServerConfig(), None)
 
 
 def test_more_than_the_memory_is_refused(

@@ -171,7 +171,11 @@ def _spec(setup: Setup, config: ServerConfig, compare: str | None) -> tuple[Engi
         name = _proposer_name(other)
         proposers[name if name not in proposers else f"{name}-2"] = other
     setup.prepare()
+    from peagle.engine.head import check_corrections
     from peagle.serving.engine_process import EngineSpec
+
+    for one in proposers.values():
+        check_corrections(one)
 
     spec = EngineSpec(
         str(folder),

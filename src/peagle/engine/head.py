@@ -10,15 +10,31 @@ from peagle.disk import size_text
 from peagle.engine.memory_plan import available_ram, device_name, free_and_total
 from peagle.errors import UserError
 from peagle.models.checkpoint import (
+    ANY_DEPTH,
     load_correction,
     load_corrections,
     load_drafter,
+    read_corrections,
     read_head,
 )
 from peagle.models.drafter import Drafter
 from peagle.models.head_json import check_trees
 from peagle.models.quantize import quantize_head
 from peagle.models.target import TargetModel
+
+
+def check_corrections(speculative: SpeculativeConfig | None) -> None:
+    """Refuse corrections that do not fit the head; the target is not needed, which loads slowly.
+
+    Raises:
+        UserError: there is no such head.
+        CheckpointError: a correction is not readable, or does not fit the head or the others.
+    """
+    if speculative is None or speculative.model is None:
+        return
+    head = read_head(speculative.model, num_target_layers=ANY_DEPTH).config
+    named, with_own = dict(speculative.corrections), speculative.correction
+    read_corrections(speculative.model, head, named, with_own=with_own)
 
 
 def load_head(target: TargetModel, speculative: SpeculativeConfig | None) -> Drafter | None:

@@ -14,6 +14,7 @@ from peagle.models.checkpoint.correction import (
     load_correction,
     load_corrections,
     read_correction,
+    read_corrections,
     save_correction,
 )
 from peagle.models.checkpoint.files import write_json

@@ -30,6 +30,7 @@ _FORM = "gated"  # files of a version in between named other forms
 _KEY = "peagle_correction"  # of the file's metadata
 _SIZES = ("hidden_size", "vocab_size", "draft_vocab_size")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_OWN = "beside the head"
 _REMEDY = (
     "Fit one with `peagle train --correction-on`, move it away, or set "
     '"correction": false in the speculative configuration.'
@@ -177,30 +178,13 @@ def load_corrections(
         check_bytes: takes the size of all tables before they are made.
 
     Raises:
-        CheckpointError: as `read_correction`; a file is missing, or ranks or widths differ.
+        CheckpointError: as `read_corrections`.
     """
     config, weight = drafter.config, drafter.lm_head.weight
-    own = read_correction(folder, config) if with_own else None
-    found = {} if own is None else {"beside the head": own}
-    for name, source in named.items():
-        path = Path(source).expanduser()
-        path = path / CORRECTION_NAME if path.is_dir() else path
-        try:
-            found[repr(name)] = _read_of_head(path, folder, config)
-        except CheckpointError as error:
-            remedy = "Name one that was fitted on this head, or leave it out."
-            text = str(error).replace(_REMEDY, remedy)
-            raise CheckpointError(f"The correction {name!r}: {text}") from None
-    first = next(iter(found))
-    rank, width = found[first].rank, found[first].width
-    for name, one in found.items():
-        if (one.rank, one.width) != (rank, width):
-            raise CheckpointError(
-                f"The correction {name} has rank {one.rank} and width {one.width}; expected "
-                f"{rank} and {width}, as the correction {first}. Fit it again with these."
-            )
+    found = read_corrections(folder, config, named, with_own=with_own)
     every = list(found.values())
-    if own is None:
+    rank, width = every[0].rank, every[0].width
+    if _OWN not in found:
         every = [_without_effect(config.hidden_size, rank, width), *every]
     num_values = sum(
         (config.vocab_size + config.hidden_size + rank) * width
@@ -212,6 +196,38 @@ def load_corrections(
     for one in every:
         one.to(weight.device, weight.dtype)
     return DraftCorrection(every, drafter.embed_tokens.weight, weight)
+
+
+def read_corrections(
+    folder: str | Path, config: DrafterConfig, named: Mapping[str, str], *, with_own: bool
+) -> dict[str, Correction]:
+    """Return the corrections of `load_corrections` as they are stored, without one of no effect.
+
+    Args:
+        config: the shape of the head in `folder`.
+
+    Raises:
+        CheckpointError: as `read_correction`; a file is missing, or ranks or widths differ.
+    """
+    own = read_correction(folder, config) if with_own else None
+    found = {} if own is None else {_OWN: own}
+    for name, source in named.items():
+        path = Path(source).expanduser()
+        path = path / CORRECTION_NAME if path.is_dir() else path
+        try:
+            found[repr(name)] = _read_of_head(path, folder, config)
+        except CheckpointError as error:
+            remedy = "Name one that was fitted on this head, or leave it out."
+            text = str(error).replace(_REMEDY, remedy)
+            raise CheckpointError(f"The correction {name!r}: {text}") from None
+    for name, one in found.items():
+        first, like = next(iter(found.items()))
+        if (one.rank, one.width) != (like.rank, like.width):
+            raise CheckpointError(
+                f"The correction {name} has rank {one.rank} and width {one.width}; expected "
+                f"{like.rank} and {like.width}, as the correction {first}. Fit it again with these."
+            )
+    return found
 
 
 def _without_effect(hidden_size: int, rank: int, width: int) -> Correction:
