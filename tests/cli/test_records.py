@@ -8,15 +8,22 @@ import io
 import json
 import os
 import secrets
+import stat
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from peagle.data.dataset import ResponseDataset
-from peagle.data.recorded import RecordFolder, read_cipher, record_files, recorded_lines
+from peagle.data.recorded import (
+    RecordFolder,
+    _overwrite,
+    read_cipher,
+    record_files,
+    recorded_lines,
+)
+from peagle.disk import put_in_place
 from peagle.engine import SpeculationStats
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
@@ -103,15 +110,78 @@ def test_a_key_of_the_form_of_an_id_is_kept_nowhere(
     assert made.refused() == {made.key_id(digest(key))}
 
 
-def test_a_deletion_on_a_full_disk(
+def full_disk(least: int) -> Any:
+    """Return a `put_in_place` that has no room for `least` bytes."""
+
+    def put(temporary: Path, path: Path) -> None:
+        if temporary.stat().st_size >= least:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        put_in_place(temporary, path)
+
+    return put
+
+
+def test_a_deletion_on_a_full_disk_overwrites_in_place(
     peagle: Peagle, tmp_path: Path, identity: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = record(tmp_path / "records", identity)
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr("peagle.data.recorded.put_in_place", Mock(side_effect=full))
+    (file,) = record_files(made.path)
+    with file.open("ab") as lines:  # as a killed server may leave it
+        lines.write(file.read_bytes()[:100])
+    before = file.read_bytes().splitlines(keepends=True)
+    monkeypatch.setattr("peagle.data.recorded.put_in_place", full_disk(100))
+    assert "deleted 3 records" in peagle("records", "delete", made.path, "--key", KEY).out
+    after = file.read_bytes().splitlines(keepends=True)
+    assert after[1::2] == before[1::2] and all(line.isspace() for line in after[::2])
+    assert [*map(len, after)] == [*map(len, before)]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [line for line, _ in recorded_lines(file)] == [2, 4]
+    found = made.summary()
+    assert (found["records"], found["cut"]) == (2, 0)
+    assert made.key_id(digest(KEY)) in found["refused"]
+    assert "there were no records" in peagle("records", "delete", made.path, "--key", KEY).out
+    monkeypatch.undo()
+    assert "deleted 1 records" in peagle("records", "delete", made.path, "--key", OTHER).out
+    assert file.read_bytes() == before[3]
+
+
+def test_a_deletion_without_any_room_changes_nothing(
+    peagle: Peagle, tmp_path: Path, identity: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = record(tmp_path / "records", identity)
+    (file,) = record_files(made.path)
+    before = file.read_bytes()
+    monkeypatch.setattr("peagle.data.recorded.put_in_place", full_disk(0))
     result = peagle("records", "delete", made.path, "--key", KEY)
     assert result.status == 2 and f"{str(made.path)!r} cannot be written" in result.err
-    assert "Records of the key may be left: make room" in result.err
+    assert "Nothing was deleted: free 64 KiB" in result.err
+    assert file.read_bytes() == before and not made.refused()
+
+
+@pytest.mark.parametrize("num_writes", range(4))
+def test_a_deletion_that_is_killed_in_place_is_finished_by_the_next(
+    tmp_path: Path, identity: dict[str, Any], num_writes: int
+) -> None:
+    made = record(tmp_path / "records", identity)
+    (file,) = record_files(made.path)
+    before, ids = file.read_bytes().splitlines(keepends=True), {made.key_id(digest(KEY))}
+    left = iter(range(num_writes))
+
+    class Killed(io.FileIO):
+        def write(self, data: Any) -> int:
+            next(left)  # without another one it raises StopIteration
+            return super().write(data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("peagle.data.recorded.put_in_place", full_disk(100))
+        with patch.context() as killed, pytest.raises(StopIteration):
+            killed.setattr(Path, "open", lambda path, _: io.BufferedRandom(Killed(path, "r+b")))
+            _overwrite(file, before, ids)
+        lines = file.read_bytes().splitlines(keepends=True)
+        assert lines[1::2] == before[1::2] and sum(map(len, lines)) == sum(map(len, before))
+        assert made.delete(ids) == 2 - num_writes // 2
+    lines = file.read_bytes().splitlines(keepends=True)
+    assert lines[1::2] == before[1::2] and lines[0].isspace() and lines[2].isspace()
 
 
 def test_links_and_damaged_files(peagle: Peagle, tmp_path: Path, identity: dict[str, Any]) -> None:

@@ -7,8 +7,9 @@ Its files, which the owner alone can read:
 - refused: ids of keys of which nothing is recorded, one a line.
 
 A line begins with the id of the key and the time, also where the rest is encrypted. Whoever changes
-a file holds the lock of the folder. A killed server leaves at most a cut last line. Links are not
-followed: a deletion would leave the files that they name.
+a file holds the lock of the folder. A killed server leaves at most a cut last line. Lines of spaces
+were deleted on a full disk. Links are not followed: a deletion would leave the files that they
+name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
-from peagle.disk import LOCK_NAME, locked, needing_room, put_in_place
+from peagle.disk import FULL_DISK_ERRORS, LOCK_NAME, locked, needing_room, put_in_place, sync
 from peagle.errors import UserError
 from peagle.extras import require_package
 
@@ -95,6 +96,8 @@ def recorded_lines(file: Path, cipher: Any = None) -> Iterator[tuple[int, dict[s
         UserError: a record is encrypted, and not with the key of the cipher.
     """
     for number, line in enumerate(_lines_of(file), start=1):
+        if line.isspace():  # it was deleted
+            continue
         try:
             record = json.loads(line) if line.endswith(b"\n") else None
         except (ValueError, RecursionError):
@@ -218,23 +221,35 @@ class RecordFolder:
     def delete(self, ids: Iterable[str]) -> int:
         """Delete all records of keys, and refuse further ones; return the number of records.
 
+        On a full disk the records are overwritten in their files, which keep their size.
+
         Raises:
-            UserError: the disk is full; some records may be left.
+            UserError: the disk has no room for the ids of the keys, and nothing was deleted; or its
+                file system needs room to overwrite, and some records are left.
         """
         ids, count = set(ids), 0
-        advice = "Records of the key may be left: make room, then run the command again."
+        advice = "Nothing was deleted: free 64 KiB there, then run the command again."
         with needing_room(self.path, advice), locked(self.path, wait=True):
             self.remove_partial()
             refused = "".join(f"{one}\n" for one in sorted(self.refused() | ids))
             _write_private(self.path / _REFUSED, [refused.encode()])
             for file in record_files(self.path):
                 lines = file.read_bytes().splitlines(keepends=True)
-                others = [line for line in lines if _id_of(line) not in ids]
-                count += len(lines) - len(others)
+                deleted = sum(_id_of(line) in ids for line in lines)
+                others = [line for line in lines if _id_of(line) not in ids and not line.isspace()]
+                count += deleted
                 if not others:
                     file.unlink()
-                elif len(others) < len(lines):
-                    _write_private(file, others)
+                elif deleted:
+                    try:
+                        _write_private(file, others)
+                    except OSError as error:
+                        if error.errno not in FULL_DISK_ERRORS:
+                            raise
+                        with needing_room(
+                            file, "Records of the key are left: make room, try again."
+                        ):
+                            _overwrite(file, lines, ids)
         return count
 
     def remove_partial(self) -> None:
@@ -253,6 +268,8 @@ class RecordFolder:
         files, num_bytes, cut = record_files(self.path), 0, 0
         for line in (line for file in files for line in _lines_of(file)):
             num_bytes += len(line)
+            if line.isspace():
+                continue
             head = _HEAD.match(line)
             if head is None or not line.endswith(b"\n"):
                 cut += 1
@@ -272,6 +289,24 @@ def _id_of(line: bytes) -> str | None:
     """Return the id of the key of a line, which may be cut."""
     head = _HEAD.match(line)
     return head[1].decode() if head is not None and head[1] is not None else None
+
+
+def _overwrite(path: Path, lines: Iterable[bytes], ids: set[str]) -> None:
+    """Overwrite the lines of keys with spaces, which needs no room.
+
+    The key's id goes last: whatever a killed process leaves of a line is still found as the key's.
+    """
+    at = 0
+    with path.open("r+b") as file:
+        for line in lines:
+            if (head := _HEAD.match(line)) is not None and _id_of(line) in ids:
+                size, is_whole = head.end(), line.endswith(b"\n")
+                for begin, end in ((size, len(line) - is_whole), (0, size)):
+                    file.seek(at + begin)
+                    file.write(b" " * (end - begin))
+                    file.flush()
+            at += len(line)
+    sync(path)
 
 
 def _write_private(path: Path, pieces: Iterable[bytes]) -> None:
