@@ -20,7 +20,7 @@ corrections  what corrections chosen by request add to a step of the engine
 abuse     one client attacks in 28 ways: others stream on, probes are answered, memory returns
 
 Runs on the bundled pair; swaps, recording and corrections on any. Prints one line, RESULT and a
-JSON object, some a table before it; status 1 if a bound is missed.
+JSON object, some a table before it; status 1 if a bound is missed, or noise leaves it undecided.
 """
 
 from __future__ import annotations

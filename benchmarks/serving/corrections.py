@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     for name in take_turns(SIDES, args.repeats):
         _, engine, names = SIDES[name]
         rows[name].append(_round(llms[engine], prompts, names, args.steps))
-    return compare(rows, {name: side for name, (side, _, _) in SIDES.items()}, "mixed", args.bound)
+    over = {name: side for name, (side, _, _) in SIDES.items()}
+    return compare(rows, over, "mixed", "again", args.bound)
 
 
 def _round(

@@ -66,7 +66,8 @@ async def _serve(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     counts = [found[f"{kind}_answers_total"] for kind in ("recorded", "unrecorded")]
     if counts != (expected := [(args.repeats + 1) * args.requests, 0]):
         raise ServerError(f"{counts} answers were recorded and dropped; expected {expected}")
-    return compare(rows, {name: side for name, (side, _, _) in SIDES.items()}, "on", args.bound)
+    over = {name: side for name, (side, _, _) in SIDES.items()}
+    return compare(rows, over, "on", "again", args.bound)
 
 
 async def _round(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 from peagle.errors import UserError
+from peagle.intervals import MIN_CLUSTERS, student_quantile
+
+_ANY = -math.inf, math.inf  # an interval of which nothing is known
 
 
 def check_positive(args: argparse.Namespace) -> None:
@@ -44,21 +48,27 @@ def compare(
     rows: Mapping[str, Sequence[Mapping[str, float]]],
     over: Mapping[str, str | None],
     judged: str,
+    equal: str,
     bound: float,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Figures of sides, which are printed too, and what missed its bound.
+    """Figures of sides, which are printed too, and what missed its bound or is undecided.
 
     Args:
         rows: milliseconds of each side by name, `step_ms` among them, of a round that warms up and
             of all repeats.
         over: the side that each one is compared with, repeat by repeat.
-        judged: the side that may add the share `bound` to a step, in the median.
+        judged: the side that may add the share `bound` to a step.
+        equal: a side of equal work as the other one, so that all that it adds is noise.
 
     Returns:
         Median, least and greatest value of each time (`sides`), and of what it adds as a share of
-        the other side's step (`added`).
+        the other side's step (`added`); 95% intervals of the mean that is added to a step (`ci`);
+        and the `verdict`. It is "passed" where the intervals of both sides end within the bound,
+        "missed" where that of `judged` begins above the bound and all of the noise, else
+        "undecided".
     """
     found: dict[str, Any] = {"sides": {}, "added": {}}
+    ends: dict[str, tuple[float, float]] = {}
     for (name, base), part in product(over.items(), next(iter(rows.values()))[0]):
         own = [row[part] for row in rows[name][1:]]
         spread = [round(f(own), 4) for f in (median, min, max)]
@@ -67,10 +77,26 @@ def compare(
         if base is not None:
             pairs = zip(own, rows[base][1:])
             more = [(value - other[part]) / other["step_ms"] for value, other in pairs]
+            if part == "step_ms":
+                ends[name] = mean_interval(more)
             spread = [round(f(more), 5) for f in (median, min, max)]
             found["added"].setdefault(name, {})[part] = spread
             line += "  over {}: {:+.2%} ({:+.2%} to {:+.2%})".format(base, *spread)
         print(line)
-    share = found["added"][judged]["step_ms"][0]
-    missed = [f"`{judged}` adds {share:.2%} to a step; bound {bound:.2%}"]
-    return found, missed if share > bound else []
+    (low, high), noise = ends[judged], max(map(abs, ends[equal]))
+    found["ci"] = {name: [round(end, 5) for end in of] for name, of in ends.items() if of != _ANY}
+    is_missed, is_passed = low > max(bound, noise), max(high, noise) <= bound
+    found["verdict"] = "missed" if is_missed else "passed" if is_passed else "undecided"
+    text = f"`{judged}` adds {low:.2%} to {high:.2%} to a step; bound {bound:.2%}"
+    if not is_missed:
+        text = f"undecided: {text}, and equal work adds up to {noise:.2%}; raise --repeats"
+    return found, [] if is_passed else [text]
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95% interval of a mean by Student's t; endless below 5 values."""
+    count = len(values)
+    if count < MIN_CLUSTERS:
+        return _ANY
+    half = student_quantile(0.975, count - 1) * stdev(values) / math.sqrt(count)
+    return mean(values) - half, mean(values) + half

@@ -300,14 +300,43 @@ def test_sides_take_turns_and_what_they_add_is_a_share_of_a_step(
         "more": [{"step_ms": step, "host_ms": 2.0} for step in (99, 11, 20, 50)],
     }
     over = {"zero": None, "more": "zero"}
-    found, missed = script.compare(rows, over, "more", 0.1)
-    assert missed == [] and found["sides"]["zero"]["step_ms"] == [20, 10, 40]
+    found, _ = script.compare(rows, over, "more", "more", 0.1)
+    assert found["sides"]["zero"]["step_ms"] == [20, 10, 40]
     added = {"step_ms": [0.1, 0, 0.25], "host_ms": [0.05, 0.025, 0.1]}
     assert found["added"] == {"more": added}, "without the round that warms up"
     assert "over zero: +10.00% (+0.00% to +25.00%)" in capsys.readouterr().out
-    assert script.compare(rows, over, "more", 0.09)[1] == [
-        "`more` adds 10.00% to a step; bound 9.00%"
-    ]
+    assert found["verdict"] == "undecided" and found["ci"] == {}, "three repeats show no spread"
+
+
+@pytest.mark.parametrize(
+    ("equal", "judged", "verdict"),
+    [
+        ((0, 0.002, -0.002), (0.004, 0.006, 0.005), "passed"),
+        ((0, 0.002, -0.002), (0.03, 0.02, 0.03), "missed"),
+        ((0, 0.002, -0.002), (0, 0.02, -0.01), "undecided"),
+        ((0.3, -0.3, 0.4), (-0.59, -0.14, -0.31), "undecided"),
+        ((0.3, -0.3, 0.4), (0.03, 0.02, 0.03), "undecided"),
+        ((0.3, -0.3, 0.4), (2.0, 2.1, 2.0), "missed"),
+    ],
+)
+def test_noise_is_no_verdict(
+    scripts: Scripts, equal: tuple[float, ...], judged: tuple[float, ...], verdict: str
+) -> None:
+    """With a bound of 1%; "none" takes 10 ms in each of six repeats."""
+    shares = {"none": [0] * 6, "again": [*equal] * 2, "on": [*judged] * 2}
+    rows = {
+        name: [{"step_ms": 10 * (1 + one)} for one in (9, *values)]
+        for name, values in shares.items()
+    }
+    over = {"none": None, "again": "none", "on": "none"}
+    found, missed = scripts["script"].compare(rows, over, "on", "again", 0.01)
+    low, high = found["ci"]["on"]
+    assert low < sum(judged) / 3 < high and found["verdict"] == verdict
+    texts = [f"`on` adds {low:.2%} to {high:.2%} to a step; bound 1.00%"]
+    if verdict == "undecided":
+        noise = max(map(abs, found["ci"]["again"]))
+        texts = [f"undecided: {texts[0]}, and equal work adds up to {noise:.2%}; raise --repeats"]
+    assert missed == ([] if verdict == "passed" else texts)
 
 
 def test_recording_is_measured_where_all_is_recorded(
@@ -358,7 +387,8 @@ def test_corrections_chosen_by_request_are_measured(scripts: Scripts) -> None:
     models = {"target": "bundled", "draft": "bundled", "threads": 1, "bound": 1e9}
     sizes = {"sequences": 2, "k": 3, "nodes": None, "context": 4, "steps": 2, "repeats": 1}
     figures, missed = scripts["corrections"].run(Namespace(**models, **sizes))
-    assert missed == [] and figures["added"].keys() == {"again", "alike", "mixed"}
+    assert figures["added"].keys() == {"again", "alike", "mixed"}
+    assert figures["verdict"] == "undecided" and "undecided: `mixed`" in missed[0]
     for times in figures["sides"].values():
         assert 0 < times["device_ms"][0] < 1.5 * times["step_ms"][0]
     assert torch.cuda.Event.synchronize is wait
