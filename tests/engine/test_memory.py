@@ -228,6 +228,9 @@ def test_weights_that_do_not_fit_are_told(
     sizes = "9.1" if what == "target" else "3.6"
     assert message.startswith(f"The {what} '")
     assert f"fit {CARD}, which had 3.0 GiB free, and its files have {sizes} MiB. Qu" in message
+    if what == "target":
+        message = message_of(lambda: LLM("bundled", fp8_activations="auto"))
+        assert "MiB. Leave fp8_activations out (it keeps weights twice), take a smaller" in message
 
 
 def test_what_a_card_has_left(card: Card) -> None:

@@ -64,9 +64,12 @@ def certify(
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
 
     def make(
-        which: slice | list[DecodingMethod] = slice(None), **options: Any
+        which: slice | list[DecodingMethod] = slice(None),
+        quantization: Any = None,
+        **options: Any,
     ) -> CertificateResults:
-        target = load_target(target_folder, EngineConfig(dtype="float64", device="cpu"))
+        config = EngineConfig(dtype="float64", device="cpu", quantization=quantization)
+        target = load_target(target_folder, config)
         chosen = Options(**{**SMALL, "prompt_set": str(prompts), **options})
         own = methods[which] if isinstance(which, slice) else which
         return run_certificate(target, target_folder, own, K, chosen, {"target": "t"})
@@ -116,6 +119,15 @@ def test_stop_strings_that_no_output_has_are_not_passed(
     certificate = certify([], samples=0, prompts=1, matrix_prompts=1)
     assert statuses(certificate)["stop strings", "ngram"] == "not applicable"
     assert "stop strings, ngram: not reached with these prompts" in certificate_text(certificate)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The target's weights are rounded")
+def test_the_reference_rounds_weights_as_the_target_does(
+    certify: Callable[..., CertificateResults],
+) -> None:
+    certificate = certify([], quantization="int8", samples=0, matrix_prompts=0)
+    assert certificate.passed and certificate.identity
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,16 @@ from peagle import LLM, SamplingParams, SpeculativeConfig
 from peagle.bundled import BUNDLED_EAGLE3, BUNDLED_PEAGLE, BUNDLED_TARGET
 from peagle.config import EngineConfig
 from peagle.engine.placement import load_target
-from peagle.evaluation.certify.reference import Reference, TargetReference, first_difference
+from peagle.evaluation.certify.reference import (
+    Reference,
+    TargetReference,
+    first_difference,
+    load_reference,
+)
 from peagle.evaluation.engine_backend import build_llms
 from peagle.evaluation.prompts import load_prompt_set
+from peagle.models.target import TargetModel
+from tests.models.test_packed_loading import dense, distance, logits, mixture, write_checkpoint
 
 LOGITS = torch.tensor([[0.0, 1.0, 0.5], [2.0, 2.0 - 5e-5, 0.0], [1.0, 0.0, 3.0]])
 REFERENCE = Reference([1, 0, 2], LOGITS)
@@ -53,6 +61,25 @@ def test_the_engine_gives_what_transformers_generates(
     reference = model.greedy(output.prompt_token_ids, params)
     assert reference.logits_NV.argmax(-1).tolist() == reference.token_ids
     assert first_difference("p", output.token_ids, reference) is None
+
+
+@pytest.mark.filterwarnings("ignore:The target is quantised", "ignore:The target's weights are")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("make", [dense, mixture])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_reference_has_the_quantised_weights(
+    tmp_path: Path, make: Callable[[], Any], quantization: Any, dtype: torch.dtype
+) -> None:
+    model = make()
+    if quantization is None:
+        write_checkpoint(tmp_path, "fp8 blocks", model)
+    else:
+        model.save_pretrained(tmp_path)
+    reference = load_reference(tmp_path, dtype, quantization=quantization)
+    target = TargetModel.load(tmp_path, dtype=dtype, quantization=quantization)
+    assert distance(logits(reference), logits(model)) < (5e-2 if quantization else 1e-6)
+    weights = dict(target.model.named_parameters())
+    assert all(torch.equal(weights[name], own) for name, own in reference.named_parameters())
 
 
 @pytest.mark.slow

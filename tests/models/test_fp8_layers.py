@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -319,8 +320,16 @@ def test_nothing_changes_without_the_option(tmp_path: Path) -> None:
     write(tmp_path, make())
     target = TargetModel.load(tmp_path)
     assert target.fp8_activations == "off" and "activations" not in precision_of(target)
-    # A CPU unpacks the weights, and says so.
-    assert TargetModel.load(tmp_path, fp8_activations="auto").fp8_activations == "off"
+
+
+@pytest.mark.filterwarnings("ignore:The target is quantised")
+@pytest.mark.parametrize("make", [make, make_mixture])
+def test_a_cpu_says_that_activations_stay(tmp_path: Path, make: Callable[[], Any]) -> None:
+    write(tmp_path, make())
+    text = r"(\d+) of \1 quantised layers .* \(weights that are unpacked: \1\)\. Leave the option"
+    with pytest.warns(UserWarning, match=text):
+        target = TargetModel.load(tmp_path, fp8_activations="auto")
+    assert target.fp8_activations == "off"
 
 
 def test_a_target_of_plain_weights(target_folder: Path) -> None:

@@ -569,7 +569,9 @@ def test_a_quantised_embedding_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "int8 channels", model)
     stored, _ = FORMATS["int8 channels"][0](model.model.embed_tokens.weight)
     change(tmp_path, lambda t: t.update(prefixed("model.embed_tokens", stored)))
-    with pytest.raises(CheckpointError, match=r"'model.embed_tokens' quantised, a Embedding; peag"):
+    with pytest.raises(
+        CheckpointError, match=r"'model.embed_tokens' quantised, of the class Embedding; "
+    ):
         load(tmp_path)
 
 

@@ -256,6 +256,7 @@ def test_integers_may_have_negative_scales() -> None:
         ("gptq 2", "g_idx", torch.zeros(96, dtype=I32), "different numbers of inputs"),
         ("int8 channels", "weight_zero_point", torch.ones(48, 1, dtype=I8), "8 bits and zero poi"),
         ("fp8 channels", "weight_zero_point", torch.ones(48, 1).to(F8), "8 bits and zero points"),
+        ("fp8 channels", "weight", torch.full((48, 96), -torch.nan).to(F8), r"NaN in '.*\.weight'"),
     ],
 )
 def test_values_that_cannot_be(format: str, suffix: str, value: Tensor, message: str) -> None:
@@ -326,7 +327,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**FORMATS["int4"][1], "sparsity_config": "2:4"}, "has sparsity_config '2:4'; expected"),
     ({"quant_method": "hqq"}, "quantised by 'hqq'; peagle reads"),
     ({"quant_method": ["fp8"]}, "quantised by"),
-    ({"bits": 4}, "no method that its config.json names"),
+    ({"bits": 4}, "quantised by no method that its config.json names;"),
 ]  # fmt: skip
 
 

@@ -375,11 +375,17 @@ def measure_peak(run: Callable[[], None], device: torch.device, config: EngineCo
 
 
 @contextmanager
-def refuse_too_large(what: str, folder: str | Path, device: torch.device) -> Iterator[None]:
+def refuse_too_large(
+    what: str,
+    folder: str | Path,
+    device: torch.device,
+    saving: str = "Quantise it (fp8, int8 or int4)",
+) -> Iterator[None]:
     """Raise a UserError with the sizes if a GPU has no room for the weights that are loaded here.
 
     Args:
         what: "target" or "draft head".
+        saving: the first advice of the error.
     """
     card = free_and_total(device)
     try:
@@ -391,9 +397,8 @@ def refuse_too_large(what: str, folder: str | Path, device: torch.device) -> Ite
         free = available_ram() if card is None else card[0]
         raise UserError(
             f"The {what} {str(folder)!r} does not fit {device_name(device)}, which had "
-            f"{size_text(free)} free{stored}. Quantise it (fp8, int8 or int4), take a smaller one "
-            "or a larger card, or share it out: `peagle serve --engine vllm "
-            "--tensor-parallel-size N`."
+            f"{size_text(free)} free{stored}. {saving}, take a smaller one or a larger card, or "
+            "share it out: `peagle serve --engine vllm --tensor-parallel-size N`."
         ) from None
 
 

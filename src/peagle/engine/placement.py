@@ -73,7 +73,9 @@ def load_target(folder: str | Path, config: EngineConfig) -> TargetModel:
     """
     _others.restart()
     device = resolve_device(config.device)
-    with refuse_too_large("target", folder, device):
+    is_twice = config.fp8_activations != "off"
+    saving = {"saving": "Leave fp8_activations out (it keeps weights twice)"} if is_twice else {}
+    with refuse_too_large("target", folder, device, **saving):
         return TargetModel.load(
             folder,
             dtype=resolve_dtype(config.dtype, device),

@@ -71,7 +71,7 @@ def load_packed(
         device: where the tensors go.
         unpack: compute plain weights of `dtype`; else packed weights stay packed.
         fp8_activations: multiply FP8 activations in the linear layers and experts that are made
-            for it, and warn of the others; only where weights stay packed.
+            for it, and warn of the others.
 
     Raises:
         CheckpointError: a tensor is missing, misshapen or of a type that cannot be read; or the
@@ -81,7 +81,7 @@ def load_packed(
     described = StoredTensors(folder, torch.device("cpu"))
     stored = described if device.type == "cpu" else StoredTensors(folder, device)
     loader = _Loader(model, stored, described, quantization, dtype, unpack)
-    if fp8_activations and not unpack:
+    if fp8_activations:
         loader.choose_fp8(device)
     loader.load()
     model.tie_weights()
@@ -181,7 +181,8 @@ class _Loader:
 
     def choose_fp8(self, device: torch.device) -> None:
         """Let layers multiply FP8 activations; warn of those that cannot, with reasons."""
-        obstacle, reasons = device_obstacle(device), Counter[str]()
+        obstacle = "weights that are unpacked" if self._unpack else device_obstacle(device)
+        reasons = Counter[str]()
         for name, module in self._linears.items():
             if module is not self._model.get_output_embeddings():
                 stored = self._check_linear(name, (module.out_features, module.in_features))
@@ -192,10 +193,11 @@ class _Loader:
             self._choose_fp8(name, found, reasons)
         if reasons:
             texts = "; ".join(f"{reason}: {count}" for reason, count in reasons.items())
+            advice = "" if self._fp8 else " Leave the option out: it changes nothing here."
             warnings.warn(
                 f"fp8_activations is 'auto', and {reasons.total()} of "
                 f"{reasons.total() + len(self._fp8)} quantised layers keep their activations as "
-                f"they are ({texts}).",
+                f"they are ({texts}).{advice}",
                 stacklevel=2,
             )
 
@@ -234,9 +236,9 @@ class _Loader:
                 continue
             if type(module) is not nn.Linear:
                 raise CheckpointError(
-                    f"The target stores {self._key(name)!r} quantised, a {type(module).__name__}; "
-                    "peagle reads quantised linear layers and experts. `peagle serve --engine "
-                    "vllm` may serve the model."
+                    f"The target stores {self._key(name)!r} quantised, of the class "
+                    f"{type(module).__name__}; peagle reads quantised linear layers and experts. "
+                    "`peagle serve --engine vllm` may serve the model."
                 )
             if f"{name}.weight" in self._tied:
                 raise CheckpointError(

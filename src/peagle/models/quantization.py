@@ -357,9 +357,8 @@ def _check(tensor: Tensor, name: str, expected: _Expected, scheme: Scheme) -> No
     is_typed = not expected.dtypes or tensor.dtype in expected.dtypes
     if is_typed and tuple(tensor.shape) in expected.shapes:
         return
-    types = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected.dtypes[:2])
-    if not expected.dtypes or len(expected.dtypes) > 2:
-        types = "floating-point numbers" if expected.dtypes else "numbers"
+    names = [str(dtype).removeprefix("torch.") for dtype in expected.dtypes]
+    types = " or ".join(names) if names else "numbers"
     shapes = " or ".join(str(list(shape)) for shape in dict.fromkeys(expected.shapes))
     raise CheckpointError(
         f"The checkpoint has {name!r} as {_text(tensor)}; expected {types} of shape {shapes} "
@@ -404,6 +403,16 @@ def _check_scales(stored: StoredLinear) -> None:
     )
 
 
+def _refuse_nan(stored: StoredLinear) -> None:
+    """Refuse e4m3 numbers that are NaN, which kernels would take for 480."""
+    magnitudes = stored.tensors["weight"].view(torch.uint8) & 0x7F
+    if int(magnitudes.max()) == 0x7F:
+        raise CheckpointError(
+            f"The checkpoint has NaN in {f'{stored.name}.weight'!r}; expected numbers of e4m3. "
+            f"{_CONVERT_AGAIN}"
+        )
+
+
 def _check_stored_shape(stored: StoredLinear) -> None:
     found = stored.tensors.get("weight_shape")
     if found is not None and found.tolist() != list(stored.shape):
@@ -430,6 +439,7 @@ def _arrange_bytes(stored: StoredLinear) -> PackedWeight:
     """Arrange compressed-tensors and FP8: 8-bit numbers, as they are or in words of q + 128."""
     tensors, scale = stored.tensors, _scales_of_bytes(stored)
     if stored.kind == "fp8":
+        _refuse_nan(stored)
         return make_fp8(tensors["weight"], scale, stored.block)
     if stored.kind == "int8":
         return PackedWeight(tensors["weight"], "int8", scale, block=stored.block)

@@ -74,9 +74,9 @@ def check_config(data: Mapping[str, Any]) -> None:
     """
     method = data.get("quant_method")
     if method not in METHODS:
-        named = "no method that its config.json names" if not method else str(method)[:100]
+        named = repr(str(method)[:100]) if method else "no method that its config.json names"
         raise CheckpointError(
-            f"The checkpoint is quantised by {named!r}; peagle reads {', '.join(METHODS)}. "
+            f"The checkpoint is quantised by {named}; peagle reads {', '.join(METHODS)}. "
             f"{_VLLM_ADVICE}"
         )
     if method == "compressed-tensors":

@@ -60,7 +60,9 @@ class StoredTensors:
         try:
             return self._open(file).get_tensor(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{str(file)!r} gives no tensor {name!r}: {error}.") from None
+            raise CheckpointError(
+                f"{str(file)!r} gives no tensor {name!r}: {error}. Copy or fetch the model again."
+            ) from None
 
     def _open(self, file: Path) -> Any:
         if file not in self._readers:

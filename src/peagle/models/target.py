@@ -74,8 +74,7 @@ class TargetModel(TargetFacts):
         check_architecture(model.config)
         config = model.config.get_text_config()
         model.set_attn_implementation(register_attention())
-        if model.dtype == torch.float64 and "grouped_mm" in _experts(model):
-            model.set_experts_implementation("eager")  # the default knows no float64
+        fit_experts(model)
         self.model = model.eval().requires_grad_(False)
         self.name = name
         self.text_config = config
@@ -444,5 +443,7 @@ def _load_quantized(
     )
 
 
-def _experts(model: transformers.PreTrainedModel) -> set[str | None]:
-    return set(model.get_experts_implementation().values())
+def fit_experts(model: transformers.PreTrainedModel) -> None:
+    """Choose an implementation of transformers that runs the experts of a float64 model."""
+    if model.dtype == torch.float64 and "grouped_mm" in model.get_experts_implementation().values():
+        model.set_experts_implementation("eager")  # the default knows no float64

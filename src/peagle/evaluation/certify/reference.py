@@ -22,9 +22,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from peagle.config import SamplingParams
+from peagle.config.speculative import Quantization
 from peagle.models.comparison import NEAR_TIE, near_tie_bound
 from peagle.models.end_tokens import eos_token_ids
-from peagle.models.target import load_tokenizer
+from peagle.models.packed_loading import load_packed
+from peagle.models.quantization import quantization_of
+from peagle.models.quantize import quantize_model
+from peagle.models.target import fit_experts, load_tokenizer
+from peagle.models.target_facts import load_config
 from peagle.results import Difference
 
 _BATCH_TOKENS = 8192
@@ -70,11 +75,28 @@ def first_difference(
     )
 
 
-def load_reference(folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """Load the target with transformers and its own attention."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, trust_remote_code=False
-    )
+def load_reference(
+    folder: str | Path,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    quantization: Quantization | None = None,
+) -> PreTrainedModel:
+    """Load the target with transformers and its own attention, as plain numbers of `dtype`.
+
+    Weights that are stored quantised are unpacked; with `quantization` plain ones are rounded.
+    """
+    place, config = torch.device(device), load_config(Path(folder))
+    stored = quantization_of(config)
+    model: Any
+    if stored is not None:
+        model = load_packed(Path(folder), config, stored, dtype, place, unpack=True)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+        )
+        if quantization is not None:
+            quantize_model(model, quantization, place, unpack=True)
+    fit_experts(model)
     return model.to(device).eval()
 
 
@@ -94,10 +116,19 @@ class _OutputPenalties(LogitsProcessor):
 
 
 class TargetReference:
-    """The target in `folder`, run by transformers; `bound` is the largest gap of a near-tie."""
+    """The target in `folder`, run by transformers; `bound` is the largest gap of a near-tie.
 
-    def __init__(self, folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> None:
-        self.model: Any = load_reference(folder, dtype, device)
+    The arguments are those of `load_reference`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        quantization: Quantization | None = None,
+    ) -> None:
+        self.model: Any = load_reference(folder, dtype, device, quantization)
         self.bound = near_tie_bound(dtype)
         self.end_ids = eos_token_ids(folder, load_tokenizer(folder))
 

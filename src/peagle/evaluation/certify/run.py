@@ -72,7 +72,7 @@ def run_certificate(
     bonus token.
 
     Args:
-        folder: folder of the target; transformers loads it once more.
+        folder: folder of the target, which is loaded once more; transformers runs it.
         methods: methods to certify; plain decoding and prompt lookup are added.
         k: the largest K of chains.
         watch: gets a line before each test.
@@ -84,7 +84,8 @@ def run_certificate(
     names = [method.name for method in methods]
     every = [*methods, *(DecodingMethod(name) for name in (PLAIN, NGRAM) if name not in names)]
     every.sort(key=lambda method: method.name != PLAIN)
-    reference = TargetReference(folder, target.dtype, str(target.device))
+    quantization: Any = target.quantization  # a method of stored weights, or the type asked for
+    reference = TargetReference(folder, target.dtype, str(target.device), quantization)
     subject = _Subject(target, reference, every, k, options, watch)
     watch("greedy outputs of transformers")
     plain = subject.engine(DecodingMethod(PLAIN), {})
