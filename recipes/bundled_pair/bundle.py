@@ -40,7 +40,8 @@ def card(title: str, base: str, facts: dict[str, Any], text: str) -> str:
 
 def target_card(record: dict[str, Any], manifest: dict[str, Any]) -> str:
     """The card of the target."""
-    packages = [p for p in manifest["packages"] if p["split"] == "train"]
+    names, *rows = manifest["packages"]
+    packages = [row for row in rows if row[names.index("split")] == "train"]
     facts = {
         "parameters": f"{record['parameters']:,}",
         "data": f"{len(packages)} Python packages and the standard library under permissive "

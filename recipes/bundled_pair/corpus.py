@@ -325,11 +325,17 @@ def manifest(args, sources, entries, split, dropped) -> dict:
         "sizes": sizes,
         "licences": dict(sorted(Counter(e["licence"] for e in entries).items())),
         "dropped": dict(sorted(dropped.items())),
-        "packages": sorted(entries, key=lambda e: e["name"].lower()),
+        "packages": table(sorted(entries, key=lambda e: e["name"].lower())),
         "refused": [
             {"name": s.name, "version": s.version, "reason": s.verdict.reason} for s in refused
         ],
     }
+
+
+def table(entries: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return the names of the facts and then a row for each entry, 0 where it has no such fact."""
+    names = list(dict.fromkeys(name for entry in entries for name in entry))
+    return [names, *([entry.get(name, 0) for name in names] for entry in entries)]
 
 
 def one_line_each(manifest: dict[str, Any]) -> str:

@@ -225,7 +225,9 @@ def test_corpus_contents(built):
     manifest = json.loads((built / "manifest.json").read_text())
     assert manifest["dropped"]["dropped_13gram_humaneval"] == 1
     assert manifest["dropped"]["dropped_13gram_function"] == 1
-    splits = {entry["name"]: entry["split"] for entry in manifest["packages"]}
+    names, *rows = manifest["packages"]
+    entries = [dict(zip(names, row, strict=True)) for row in rows]
+    splits = {entry["name"]: entry["split"] for entry in entries}
     assert splits == {"humanize": "val", "pkg": "train", "python-peps": "train"}
     candidates = tokenizer.read_documents(built / "docs" / "heldout_candidates.jsonl")
     assert {c["name"] for c in candidates} == {"find_kappa", "find_lambda_"}
