@@ -97,6 +97,7 @@ class Proposer:
     """The proposer of vLLM, as far as the plugin knows it."""
 
     method, parallel_drafting, num_speculative_tokens = "eagle3", True, 4
+    needs_extra_input_slots = True
     device, dtype = torch.device("cpu"), torch.float32
     speculative_config = SimpleNamespace(num_speculative_tokens=4)
     _enable_probabilistic_draft_probs = False
@@ -111,6 +112,7 @@ class Proposer:
     def propose(self, num_speculative_tokens: int, slots_R: Tensor, *, draws: bool) -> Tensor:
         """K slots of each request, read as if there were as many as the step wants."""
         self.num_speculative_tokens = num_speculative_tokens
+        assert self.needs_extra_input_slots == (num_speculative_tokens > 0)
         if not num_speculative_tokens:
             return torch.empty(len(slots_R) // 4, 0, dtype=torch.int64)
         drafts_BK = slots_R.view(-1, num_speculative_tokens)
@@ -156,6 +158,7 @@ def test_a_step_gets_the_first_drafts_of_each_request(proposer: Any, k: int, dra
     slots_BK = torch.arange(12).view(3, 4)
     drafts_BK = proposer.propose(k, slots_BK.flatten(), draws=draws)
     assert drafts_BK.is_contiguous() and drafts_BK.tolist() == slots_BK[:, :k].tolist()
+    assert proposer.needs_extra_input_slots, "of the next step"
     if draws and k:
         assert torch.equal(proposer._last_draft_probs, drafts_BK.unsqueeze(-1) / 100)
 
