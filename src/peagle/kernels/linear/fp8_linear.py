@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,10 @@ MAX_OWN_ROWS_OF_FEW = 128  # of `_FEW_OUTPUTS` outputs or fewer
 _FEW_OUTPUTS = 4096
 _CAPABILITY = (9, 0)
 _CUDA = (12, 9)  # cuBLAS has block scales from this version on
-_MIN_STEPS = 4  # of 128 inputs, in a share of a sum
+_MIN_INPUTS = 1024  # of a share of a sum
+_WIDE = 16384  # outputs that fill a card in tiles of 128
+_PROGRAMS = 120
+_SHARED_BYTES = 100 * 1024  # of a program: two run beside each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,10 @@ class LinearConfig:
     """How a product is cut.
 
     Attributes:
-        block_m: rows of x in a tile, a power of two from 8 on.
-        block_n: outputs in a tile, 64 or 128.
-        num_stages: steps of 128 inputs on their way or in use.
-        num_warps: 4 or 8; four take 64 outputs or more.
+        block_m: rows of x in a tile, 64 or 128.
+        block_n: outputs in a tile, 16 to 128.
+        num_stages: turns of 256 inputs on their way or in use.
+        num_warps: 4 or 8; eight share 64 rows by outputs.
         split_k: programs that share the sum over K of one tile.
     """
 
@@ -182,9 +185,9 @@ def fp8_product(
         fp8_linear_gluon.linear_kernel,
         (tiles, columns * cut.split_k),
         out,
-        q,
+        _boxes(q, cut.block_m),
         scale_of_x,
-        numbers,
+        _boxes(numbers, cut.block_n),
         scale,
         out if residual is None else residual,
         partial,
@@ -192,7 +195,7 @@ def fp8_product(
         num_rows,
         n,
         k,
-        *scale_of_x.stride(),
+        scale_of_x.stride(0),
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
         SPLIT_K=cut.split_k,
@@ -204,25 +207,26 @@ def fp8_product(
     return out
 
 
+def _boxes(matrix: Tensor, rows: int) -> Any:
+    """Describe a matrix in FP8 to the copy engine, which brings boxes of rows of 256 numbers."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    size = [rows, 2 * BLOCK]
+    return TensorDescriptor.from_tensor(
+        matrix, size, gl.NVMMASharedLayout.get_default_for(size, gl.float8e4nv)
+    )
+
+
 def choose_linear_config(num_rows: int, n: int, k: int) -> LinearConfig:
     """Choose a configuration from shapes alone, as timing many on an H200 found them."""
-    block_m, stages, enough = (
-        (16, 3, 200)
-        if num_rows <= 16
-        else (16, 4, 160)
-        if num_rows <= 32
-        else (32, 4, 160)
-        if num_rows <= 64
-        else (64, 4, 130)
-    )
-    programs, steps = -(-num_rows // block_m) * (n // 64), k // BLOCK
-    split_k = 1
-    while split_k < 4 and steps >= 2 * split_k * _MIN_STEPS:
-        is_long = num_rows <= 64 and steps > 24 * split_k and programs * split_k < 400
-        if programs * split_k >= enough and not is_long:
-            break
+    block_m = 64 if num_rows <= 64 else 128
+    block_n = 128 if n >= _WIDE else 64
+    tiles, split_k = -(-num_rows // block_m) * (n // block_n), 1
+    while tiles * split_k < _PROGRAMS and k >= 2 * _MIN_INPUTS * split_k and split_k < 8:
         split_k *= 2
-    return LinearConfig(block_m, 64, stages, 4, split_k)
+    stages = _SHARED_BYTES // (2 * BLOCK * (block_m + block_n))
+    return LinearConfig(block_m, block_n, stages, 4 if block_m + block_n <= 128 else 8, split_k)
 
 
 def library_product(q: Tensor, scale_of_x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
