@@ -83,13 +83,8 @@ def store(pointer: Pointer, values: Any, mask: Any = None) -> None:
 
 
 def assembly(text: str, results: str, inputs: list[Tensor], types_: Any, *_: Any) -> Any:
-    """Run instructions on words of 32 bits; results are halves of them, in bfloat16, or of bytes
-    the bytes of one word.
-    """
+    """Run instructions on words of 32 bits; results are halves of them, in bfloat16."""
     count = results.count("=h")
-    if not count:
-        words = run_assembly(text, {"$1": inputs[0].contiguous().view(torch.int32)})["$0"]
-        return words.to(torch.int32).view(torch.uint8)
     registers = run_assembly(text, {f"${count + i}": value for i, value in enumerate(inputs)})
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
     return [registers[f"${i}"].to(torch.bfloat16).expand(shape) for i in range(count)]
@@ -282,7 +277,6 @@ def _run(name: str, module: dict[str, Any]) -> dict[str, Any]:
     found = find_spec(name)
     assert found is not None and found.origin is not None
     source = Path(found.origin).read_text().replace("out.type.layout", "None")
-    source = source.replace(".to(gl.float8e4nv, bitcast=True)", ".view(gl.float8e4nv)")
     module["__name__"] = name
     exec(compile(source, found.origin, "exec"), module)
     return module

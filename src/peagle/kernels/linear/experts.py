@@ -690,10 +690,10 @@ def max_registers(cut: GroupedConfig, has_parts: bool, *, in_fp8: bool = False) 
     Args:
         cut: of `packed_gluon`.
         has_parts: sums of `STEP` inputs are scaled before they are added.
-        in_fp8: x is in FP8, and so are the numbers that a thread holds.
+        in_fp8: x is in FP8, and a thread holds no numbers.
     """
     sums = cut.block_m * (2 if has_parts else 1)
-    held = 2 * cut.block_n * (sums + (16 if in_fp8 else 64)) // (32 * cut.num_warps)
+    held = 2 * cut.block_n * (sums + (0 if in_fp8 else 64)) // (32 * cut.num_warps)
     few = 96 if cut.num_warps == 8 and has_parts else 72  # so that two programs fit
     enough = 128 if held <= few else 168 if held <= 96 else 255
     return min(enough, _REGISTERS // (32 * cut.num_warps))
