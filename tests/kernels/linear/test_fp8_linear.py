@@ -37,7 +37,13 @@ from tests.kernels.gluon_in_torch import launcher_of
 pytest.importorskip("triton", reason="needs triton")
 
 N, K = 256, 640
-CUTS = [(64, 64, 3, 4, 1), (64, 32, 4, 4, 2), (64, 128, 2, 8, 4), (128, 64, 2, 8, 1), (128, 128, 3, 8, 2)]
+CUTS = [
+    (64, 64, 3, 4, 1),
+    (64, 32, 4, 4, 2),
+    (64, 128, 2, 8, 4),
+    (128, 64, 2, 8, 1),
+    (128, 128, 3, 8, 2),
+]
 
 
 def make_weight(n: int, k: int, device: str) -> PackedWeight:

@@ -85,6 +85,7 @@ _FP8_ASM = gl.constexpr(
     }"""
 )
 
+
 @gluon.jit
 def _row_offsets(row, stride_row):
     """Return the offset of the first word of each row; tiles have 64 rows of 64 bytes."""

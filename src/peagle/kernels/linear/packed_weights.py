@@ -16,8 +16,8 @@ and 1, and 16 + 4w to 16 + 4w + 3 in the pairs 2 and 3.
 "mxfp4" has sign and magnitude of the pairs 0, 1 and 2 at the bits where bfloat16 has them, 15 and 8
 to 6, shifted to the right by 0, 3 and 6; pair 3 has the bits 14, 13, 11 and 10.
 
-"fp8" has pair 0 in the high bytes of the halves and pair 1 in the low ones, bit for bit: products of
-FP8 activations take them as they lie.
+"fp8" has pair 0 in the high bytes of the halves and pair 1 in the low ones, bit for bit: products
+of FP8 activations take them as they lie.
 
 The bytes of "mxfp4" and "fp8" lie in tiles of 64 rows of 64 bytes (`TILE`), which programs read
 whole: memory gives pieces of single rows more slowly. The matrix unit takes the 16 bytes of words

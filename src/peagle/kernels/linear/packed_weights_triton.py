@@ -182,7 +182,7 @@ def _select_fp8(row_ptrs, k, num_k, STEP: tl.constexpr):
 
 @triton.jit
 def _pairs_fp8(words):
-    """Return the numbers in the high bytes of each word's halves, times 2^-120, in float32, [..., 2].
+    """Return the two numbers in high bytes of each word, times 2^-120, in float32, [..., 2].
 
     Exponent and mantissa of e4m3 come to the bits where bfloat16 has them, and so does the sign.
     """
