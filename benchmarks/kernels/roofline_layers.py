@@ -36,10 +36,10 @@ from peagle.kernels.linear import experts as grouped
 from peagle.kernels.linear.experts import ExpertWeights, Gate
 from peagle.kernels.linear.fp8_activations import BLOCK, QuantisedRows, quantise
 from peagle.kernels.linear.fp8_linear import (
-    MAX_OWN_ROWS,
     fits_fp8,
     fp8_obstacle,
     fp8_product,
+    is_own,
     library_product,
 )
 from peagle.kernels.linear.packed_weights import PackedWeight, make_fp8
@@ -210,7 +210,7 @@ class Fp8Linear(Linear):
         rows = quantise(x)
         expected = cache(partial(reference, rows, self.weight.expert(0)))
         products: dict[str, Callable[..., Tensor]] = {"scaled_mm": library_product}
-        if tokens <= MAX_OWN_ROWS:
+        if is_own(tokens, self.n):
             products["gluon"] = fp8_product
         weights = [(weight.fp8_numbers(), weight.scale) for weight in self.packed]
         return [
@@ -489,8 +489,8 @@ class ExpertProduct(Layer):
             reason = "needs a card of compute capability 9.0"
         if reason:
             return [], reasons | {"gluon": reason}
-        rows, config = quantise(x, is_tiled=True), grouped.FP8_CONFIG
-        routings = self.problem.routings(tokens)
+        rows, routings = quantise(x, is_tiled=True), self.problem.routings(tokens)
+        config = grouped.choose_fp8_config(routings[0].numel(), self.packed.num_experts)
         expected = cache(
             partial(
                 *(reference, rows, self.weight, routings[0].view(-1)),

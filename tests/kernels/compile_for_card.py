@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from peagle.kernels.attention import kv_moves_triton, kv_write_triton, paged_attention_triton
@@ -35,7 +36,7 @@ from peagle.kernels.linear import (
     packed_gluon,
     packed_weights_triton,
 )
-from peagle.kernels.linear.experts import FP8_CONFIG, GroupedConfig, max_registers
+from peagle.kernels.linear.experts import GroupedConfig, choose_fp8_config, max_registers
 from peagle.kernels.linear.fp8_linear import choose_linear_config
 from peagle.kernels.linear.packed_weights import FORMATS
 from peagle.kernels.sampling import (
@@ -317,25 +318,31 @@ def fp8() -> dict[str, dict[str, Any]]:
         for is_tiled in (False, True)
     }
     types = dict.fromkeys(("x_scale_ptr", "scale_ptr", "partial_ptr"), "*fp32")
-    types |= dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv")
     types |= {"out_ptr": "*bf16", "residual_ptr": "*bf16", "arrivals_ptr": "*i32"}
     kernel = fp8_linear_gluon.linear_kernel
-    for rows in (16, 64):
-        cut = choose_linear_config(rows, 4096, 4096)
-        constants = {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "SPLIT_K": cut.split_k}
+    for rows, outputs in product((64, 128), (4096, 24576)):
+        cut = choose_linear_config(rows, outputs, 4096)
+        types |= {"x_rows": boxes(64), "w_rows": boxes(cut.block_n)}
+        constants = {"BLOCK_M": 64, "BLOCK_N": cut.block_n, "SPLIT_K": cut.split_k}
         constants |= {"STAGES": cut.num_stages, "HAS_RESIDUAL": rows == 64}
-        options = {"num_warps": cut.num_warps}
-        loose = ("num_rows", "stride_scale_row")
-        found[f"product of {rows}"] = compile_kernel(
+        options = {"num_warps": 4}
+        loose = ("num_rows", "x_rows", "w_rows")
+        found[f"product of {rows}, {outputs}"] = compile_kernel(
             kernel, GluonASTSource, types, constants, options, loose
         )
     return found
 
 
+def boxes(rows: int) -> str:
+    """The type of `fp8_linear._boxes`."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, 256], gl.float8e4nv)
+    return f"tensordesc<fp8e4nv[{rows},256],{layout!r}>"
+
+
 def fp8_of_experts() -> dict[str, dict[str, Any]]:
     """Products of experts with FP8 activations, in the engine's tiles and in others."""
     found = {}
-    for config in (FP8_CONFIG, IN_REGISTERS["warpgroup m128"]):
+    for config in (choose_fp8_config(1024, 16), IN_REGISTERS["warpgroup m128"]):
         for gate, mode in ((1, 2), (0, 2)):
             needs = in_registers("fp8", 128, gate, mode, config, in_fp8=True)
             found[f"m{config.block_m} {gate}"] = needs

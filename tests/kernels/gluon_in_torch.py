@@ -52,6 +52,9 @@ class Shared:
     def index(self, i: int) -> Shared:
         return Shared(self.values[i])
 
+    def slice(self, first: int, length: int, dim: int) -> Shared:
+        return Shared(self.values.narrow(dim, first, length))
+
     def permute(self, order: list[int]) -> Shared:
         return Shared(self.values.permute(order))
 
@@ -80,13 +83,8 @@ def store(pointer: Pointer, values: Any, mask: Any = None) -> None:
 
 
 def assembly(text: str, results: str, inputs: list[Tensor], types_: Any, *_: Any) -> Any:
-    """Run instructions on words of 32 bits; results are halves of them, in bfloat16, or of bytes
-    the bytes of one word.
-    """
+    """Run instructions on words of 32 bits; results are halves of them, in bfloat16."""
     count = results.count("=h")
-    if not count:
-        words = run_assembly(text, {"$1": inputs[0].contiguous().view(torch.int32)})["$0"]
-        return words.to(torch.int32).view(torch.uint8)
     registers = run_assembly(text, {f"${count + i}": value for i, value in enumerate(inputs)})
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
     return [registers[f"${i}"].to(torch.bfloat16).expand(shape) for i in range(count)]
@@ -165,6 +163,24 @@ def copy_into_shared(tile: Shared, pointer: Pointer, mask: Tensor) -> None:
     tile.values.copy_(load(pointer, mask))
 
 
+def expect_bytes(barrier: Shared, size: int, pred: bool) -> None:
+    barrier.values += int(pred)
+
+
+def wait_for_bytes(barrier: Shared, phase: int) -> None:
+    """Check that what is waited for is on its way, and not what comes after it."""
+    assert int(barrier.values) and (int(barrier.values) - 1) % 2 == int(phase)
+
+
+def load_box(box: Any, place: list[Any], barrier: Any, tile: Shared, is_there: bool) -> None:
+    """Bring a box of a matrix; zeros where the matrix has no numbers."""
+    if is_there:
+        (row, column), (rows, columns) = map(int, place), box.block_shape
+        found = box.base[row : row + rows, column : column + columns]
+        tile.values.zero_()
+        tile.values[: found.shape[0], : found.shape[1]] = found
+
+
 def atomic_add(pointer: Pointer, amount: int, **_: Any) -> int:
     before = int(pointer.memory[pointer.place])
     pointer.memory[pointer.place] = before + amount
@@ -221,6 +237,10 @@ def launcher_of(name: str, kernel: str) -> Callable[..., None]:
     copies = SimpleNamespace(async_load=copy_into_shared, commit_group=nothing, wait_group=nothing)
     warpgroup = SimpleNamespace(
         fence_async_shared=nothing,
+        tma=SimpleNamespace(async_load=load_box),
+        mbarrier=SimpleNamespace(
+            MBarrierLayout=nothing, init=nothing, expect=expect_bytes, wait=wait_for_bytes
+        ),
         warpgroup_mma=multiply,
         warpgroup_mma_wait=lambda _, deps: deps if len(deps) > 1 else deps[0],
     )
@@ -257,7 +277,6 @@ def _run(name: str, module: dict[str, Any]) -> dict[str, Any]:
     found = find_spec(name)
     assert found is not None and found.origin is not None
     source = Path(found.origin).read_text().replace("out.type.layout", "None")
-    source = source.replace(".to(gl.float8e4nv, bitcast=True)", ".view(gl.float8e4nv)")
     module["__name__"] = name
     exec(compile(source, found.origin, "exec"), module)
     return module

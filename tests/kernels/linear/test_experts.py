@@ -133,8 +133,8 @@ def test_threads_find_what_the_matrix_unit_wants_of_them() -> None:
     q = (torch.randn(70, 300) * 0.1).to(torch.float8_e4m3fn)
     weight = make_fp8(q, torch.ones(1, 1), (70, 300))
     word = weight.data.view(torch.int32).long() & 0xFFFFFFFF  # rows of tiles, tiles, rows, words
-    first = word & 0x87F087F0
-    last = (word << 4 & 0x80F080F0) | (word >> 4 & 0x07000700)
+    first = (word & 0x80008000) | (word >> 4 & 0x07F007F0)
+    last = (word << 8 & 0x80008000) | (word << 4 & 0x07F007F0)
     pairs = torch.stack([first, last], -1).to(torch.int32).view(torch.bfloat16)
     numbers = pairs * torch.tensor(0x7B80, dtype=torch.int16).view(torch.bfloat16)
     for row, k, thread in ((0, 0, 0), (5, 16, 1), (63, 112, 3), (69, 272, 2), (17, 288, 1)):

@@ -47,7 +47,7 @@ _LIBRARY_ROWS = 256
 _MANY_IN_REGISTERS = 1024
 # Assignments of an expert on average, from which on FP8 activations are used where they may: with
 # fewer the products are bound by the bytes of the weights (docs/lab/roofline.md).
-_FP8_ROWS = 32
+_FP8_ROWS = 16
 _WIDE = 8192  # outputs of a linear layer that keep the memory busy in tiles of many rows
 _REGISTERS = 1 << 16  # of a multiprocessor
 _ALIGNED = 16  # bytes of a copy, and what Triton looks for in a number
@@ -135,8 +135,10 @@ class GroupedConfig:
     kind: Kind = "xw"
 
 
-# The tiles of x in FP8, the fastest of an H200 from 32 assignments of an expert on.
-FP8_CONFIG = GroupedConfig(64, 32, STEP, 1, 4, 3, kind="warpgroup")
+def choose_fp8_config(num_assignments: int, num_experts: int) -> GroupedConfig:
+    """Choose the configuration of an x in FP8, as timing many on an H200 found it."""
+    block_m = 32 if num_assignments <= 32 * num_experts else 64
+    return GroupedConfig(block_m, 64, STEP, 1, 4, 3, kind="warpgroup")
 
 
 def choose_config(
@@ -469,8 +471,10 @@ def experts_in_fp8(x_TH: Tensor, index_S: Tensor, experts: ExpertWeights, chosen
         inner_SI = grouped_product_reference(rows.dequantise(), *of_up, index_S)
         rows = quantise(inner_SI.to(x_TH.dtype), is_tiled=True)
         return grouped_product_reference(rows.dequantise(), *of_down, index_S).to(x_TH.dtype)
-    plan = plan_tiles(index_S, experts.gate_up.num_experts, FP8_CONFIG.block_m)
-    given: Any = {"index_S": index_S, "plan": plan, "config": FP8_CONFIG}
+    num_experts = experts.gate_up.num_experts
+    config = choose_fp8_config(index_S.numel(), num_experts)
+    plan = plan_tiles(index_S, num_experts, config.block_m)
+    given: Any = {"index_S": index_S, "plan": plan, "config": config}
     inner_SI = grouped_product(rows, experts.gate_up, None, experts.gate, chosen=chosen, **given)
     return grouped_product(quantise(inner_SI, is_tiled=True), experts.down, **given)
 
@@ -690,10 +694,10 @@ def max_registers(cut: GroupedConfig, has_parts: bool, *, in_fp8: bool = False) 
     Args:
         cut: of `packed_gluon`.
         has_parts: sums of `STEP` inputs are scaled before they are added.
-        in_fp8: x is in FP8, and so are the numbers that a thread holds.
+        in_fp8: x is in FP8, and a thread holds no numbers.
     """
     sums = cut.block_m * (2 if has_parts else 1)
-    held = 2 * cut.block_n * (sums + (16 if in_fp8 else 64)) // (32 * cut.num_warps)
+    held = 2 * cut.block_n * (sums + (0 if in_fp8 else 64)) // (32 * cut.num_warps)
     few = 96 if cut.num_warps == 8 and has_parts else 72  # so that two programs fit
     enough = 128 if held <= few else 168 if held <= 96 else 255
     return min(enough, _REGISTERS // (32 * cut.num_warps))

@@ -47,16 +47,15 @@ class QuantisedRows:
 
 
 def tiled_inputs(k: int) -> Tensor:
-    """Return the inputs of a row, int64 [K], in the order in which products take tiled FP8 weights.
+    """Return the inputs of a row, int64 [K], in the order in which tiled FP8 weights lie.
 
-    A kernel turns each word of `packed_weights` into its four numbers, one a byte: in either half
-    of the word the number of pair 1 is in the low byte, that of pair 0 in the high one. The words
-    of one group of a tile follow each other: that is how the threads of `packed_gluon` hold them.
-    Sums over K come out the same if the inputs of x are in the same order.
+    `packed_weights` says which inputs a word has. In either half of a word the number of pair 1 is
+    in the low byte, that of pair 0 in the high one. Sums over K come out the same if the inputs of
+    x are in the same order.
     """
     place = torch.arange(k)
-    byte, thread = place % 4, place // 4 % 4
-    return place // 16 * 16 + 8 * (1 - byte % 2) + 2 * thread + byte // 2
+    byte, group, thread = place % 4, place // 4 % 4, place // 16 % 4
+    return place // 64 * 64 + 16 * group + 8 * (1 - byte % 2) + 2 * thread + byte // 2
 
 
 def quantise(x: Tensor, *, is_tiled: bool = False, is_gated: bool = False) -> QuantisedRows:

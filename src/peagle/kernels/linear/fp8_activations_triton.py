@@ -43,9 +43,9 @@ def quantise_kernel(
         x = x / (1.0 + tl.exp(-x)) * up
     scale = tl.maximum(tl.max(tl.abs(x), 1), SMALLEST) / LARGEST
     q = x / scale[:, None]
-    if TILED:  # of groups of 16: halves, threads, places
-        groups = q.reshape([BLOCKS, 8, 2, 4, 2]).permute([0, 1, 3, 4, 2])
-        low, high = tl.split(groups)
+    if TILED:  # of tiles of 64: groups, pairs, threads, places
+        words = q.reshape([BLOCKS, 2, 4, 2, 4, 2]).permute([0, 1, 4, 2, 5, 3])
+        low, high = tl.split(words)
         q = tl.join(high, low).reshape([BLOCKS, 128])
     q_ptrs = q_ptr + number[:, None] * BLOCK + place
     tl.store(q_ptrs, q.to(q_ptr.dtype.element_ty), mask=is_block[:, None])

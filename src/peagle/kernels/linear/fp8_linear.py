@@ -3,7 +3,7 @@
 Activations have a scale for each row and 128 inputs (`fp8_activations`), weights for each
 128 x 128. Sums of 128 inputs come from the matrix unit in FP8 and are added up in float32. Products
 take the numbers of a weight row by row, a second copy beside the tiles that products of fewer rows
-read. Our kernel multiplies up to `MAX_OWN_ROWS` rows, the library more.
+read. Our kernel computes results of few rows (`is_own`), the library larger ones.
 
 Shapes: M rows of x, N outputs, K inputs; N and K are multiples of 128.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,16 @@ from peagle.kernels.linear.packed_weights import PackedWeight
 # Rows from which on activations are rounded: products of fewer rows are as fast with the tiles and
 # activations as they are (H200, docs/lab/roofline.md).
 MIN_ROWS = 32
-MAX_OWN_ROWS = 64
-MAX_OWN_ROWS_OF_FEW = 128  # of `_FEW_OUTPUTS` outputs or fewer
-_FEW_OUTPUTS = 4096
+_TILE_ROWS = 64
+_MAX_OWN_NUMBERS = 2**20  # of a result of more rows than a tile has
 _CAPABILITY = (9, 0)
 _CUDA = (12, 9)  # cuBLAS has block scales from this version on
-_MIN_STEPS = 4  # of 128 inputs, in a share of a sum
+_MIN_INPUTS = 1024  # of a share of a sum
+_MANY_INPUTS = 3072  # of a share: two programs of a multiprocessor are faster then
+_MULTIPROCESSORS = 132
+_FEW_PROGRAMS = 80
+_SHARED_BYTES = 100 * 1024  # of a program: two run beside each other
+_NUM_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +59,14 @@ class LinearConfig:
     """How a product is cut.
 
     Attributes:
-        block_m: rows of x in a tile, a power of two from 8 on.
-        block_n: outputs in a tile, 64 or 128.
-        num_stages: steps of 128 inputs on their way or in use.
-        num_warps: 4 or 8; four take 64 outputs or more.
+        block_n: outputs of a tile, 16 to 128.
         split_k: programs that share the sum over K of one tile.
+        num_stages: turns of 256 inputs on their way or in use.
     """
 
-    block_m: int
     block_n: int
-    num_stages: int
-    num_warps: int
     split_k: int
+    num_stages: int
 
 
 def fits_fp8(weight: PackedWeight) -> bool:
@@ -132,8 +132,7 @@ def _fp8_product(
 ) -> Tensor:
     n = numbers.shape[0]
     added = None if residual is None else residual.reshape(num_rows, n).contiguous()
-    most = MAX_OWN_ROWS if n > _FEW_OUTPUTS else MAX_OWN_ROWS_OF_FEW
-    if q.device.type == "cuda" and num_rows <= most:
+    if q.device.type == "cuda" and is_own(num_rows, n):
         return fp8_product(q[:num_rows], scale_of_x, numbers, scale, added)
     product = library_product if q.device.type == "cuda" else fp8_product_reference
     out = product(q, scale_of_x, numbers, scale)[:num_rows]
@@ -146,6 +145,11 @@ def _(
 ) -> Tensor:
     dtype = torch.bfloat16 if q.device.type == "cuda" else torch.float32
     return q.new_empty(num_rows, numbers.shape[0], dtype=dtype)
+
+
+def is_own(num_rows: int, n: int) -> bool:
+    """Return whether our kernel computes a result [M, N], and not the library."""
+    return num_rows <= _TILE_ROWS or num_rows * n <= _MAX_OWN_NUMBERS
 
 
 def fp8_product(
@@ -172,19 +176,19 @@ def fp8_product(
     out = torch.empty(num_rows, n, dtype=torch.bfloat16, device=q.device)
     if num_rows == 0:
         return out
-    tiles, columns = -(-num_rows // cut.block_m), n // cut.block_n
+    tiles, columns = -(-num_rows // _TILE_ROWS), n // cut.block_n
     partial = counters = out  # not looked at where K is not split
     if cut.split_k > 1:
-        size = tiles * columns * cut.split_k * cut.block_m * cut.block_n
+        size = tiles * columns * cut.split_k * _TILE_ROWS * cut.block_n
         partial = torch.empty(size, dtype=torch.float32, device=q.device)
         counters = arrivals(q.device)
     launch(
         fp8_linear_gluon.linear_kernel,
         (tiles, columns * cut.split_k),
         out,
-        q,
+        _boxes(q, _TILE_ROWS),
         scale_of_x,
-        numbers,
+        _boxes(numbers, cut.block_n),
         scale,
         out if residual is None else residual,
         partial,
@@ -192,37 +196,41 @@ def fp8_product(
         num_rows,
         n,
         k,
-        *scale_of_x.stride(),
-        BLOCK_M=cut.block_m,
+        scale_of_x.stride(0),
+        BLOCK_M=_TILE_ROWS,
         BLOCK_N=cut.block_n,
         SPLIT_K=cut.split_k,
         STAGES=cut.num_stages,
         HAS_RESIDUAL=residual is not None,
         **overlapping(q.device),
-        num_warps=cut.num_warps,
+        num_warps=_NUM_WARPS,
     )
     return out
 
 
+def _boxes(matrix: Tensor, rows: int) -> Any:
+    """Describe a matrix in FP8 to the copy engine, which brings boxes of rows of 256 numbers."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    size = [rows, 2 * BLOCK]
+    return TensorDescriptor.from_tensor(
+        matrix, size, gl.NVMMASharedLayout.get_default_for(size, gl.float8e4nv)
+    )
+
+
 def choose_linear_config(num_rows: int, n: int, k: int) -> LinearConfig:
     """Choose a configuration from shapes alone, as timing many on an H200 found them."""
-    block_m, stages, enough = (
-        (16, 3, 200)
-        if num_rows <= 16
-        else (16, 4, 160)
-        if num_rows <= 32
-        else (32, 4, 160)
-        if num_rows <= 64
-        else (64, 4, 130)
-    )
-    programs, steps = -(-num_rows // block_m) * (n // 64), k // BLOCK
-    split_k = 1
-    while split_k < 4 and steps >= 2 * split_k * _MIN_STEPS:
-        is_long = num_rows <= 64 and steps > 24 * split_k and programs * split_k < 400
-        if programs * split_k >= enough and not is_long:
-            break
+    tiles = -(-num_rows // _TILE_ROWS)
+    block_n = 128 if tiles * n > _MULTIPROCESSORS * 64 else 64
+    programs, split_k = tiles * n // block_n, 1
+    while k >= 2 * _MIN_INPUTS * split_k and (
+        programs * split_k < _FEW_PROGRAMS
+        or (programs * split_k <= _MULTIPROCESSORS and k >= 2 * _MANY_INPUTS * split_k)
+    ):
         split_k *= 2
-    return LinearConfig(block_m, 64, stages, 4, split_k)
+    stages = _SHARED_BYTES // (2 * BLOCK * (_TILE_ROWS + block_n))
+    return LinearConfig(block_n, split_k, stages)
 
 
 def library_product(q: Tensor, scale_of_x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:

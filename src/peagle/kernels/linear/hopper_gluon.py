@@ -3,11 +3,13 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 STEP = gl.constexpr(128)  # inputs of a turn of a loop
 # Names since Triton 3.7, and before.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit

@@ -8,7 +8,8 @@ documents their order. x comes to shared memory by asynchronous copies.
 The scales of "mxfp4" are powers of two, which a thread multiplies in while it unpacks. The scales
 of "fp8" are float32 and multiply sums: once at the end where all inputs share them, else the sum of
 each `STEP` inputs. x may be in FP8 itself, with scales of its own that multiply the same sums; its
-inputs are then in the order of `fp8_activations.tiled_inputs`.
+inputs are then in the order of `fp8_activations.tiled_inputs`, and the matrix unit takes the
+weights from shared memory as they lie.
 """
 
 from triton.experimental import gluon
@@ -70,27 +71,17 @@ _FP8_ASM = gl.constexpr(
     """{
     .reg .b32 a, b, c, f;
     mov.b32 f, 0x7b807b80;
-    and.b32 a, $4, 0x87f087f0;
+    shr.b32 a, $4, 4;
+    and.b32 a, a, 0x07f007f0;
+    lop3.b32 a, $4, 0x80008000, a, 0xea;
     shl.b32 b, $4, 4;
-    shr.b32 c, $4, 4;
-    and.b32 b, b, 0x80f080f0;
-    lop3.b32 b, c, 0x07000700, b, 0xea;
+    shl.b32 c, $4, 8;
+    and.b32 b, b, 0x07f007f0;
+    lop3.b32 b, c, 0x80008000, b, 0xea;
     mul.bf16x2 a, a, f;
     mul.bf16x2 b, b, f;
     mov.b32 {$0, $1}, a;
     mov.b32 {$2, $3}, b;
-    }"""
-)
-# The four bytes of "fp8" numbers of a word ($1), in the order of `fp8_activations.tiled_inputs`.
-_BYTES_ASM = gl.constexpr(
-    """{
-    .reg .b32 a, b, c;
-    shl.b32 a, $1, 4;
-    shr.b32 b, $1, 4;
-    shr.b32 c, $1, 8;
-    lop3.b32 a, $1, 0x800f800f, a, 0xe2;
-    lop3.b32 b, b, 0x00800080, c, 0xe2;
-    lop3.b32 $0, b, 0x00f000f0, a, 0xe2;
     }"""
 )
 
@@ -176,23 +167,20 @@ def _fp8_operand(words, A: gl.constexpr):
 
 
 @gluon.jit
-def _bytes_operand(words, A: gl.constexpr):
-    """Return the numbers of the bytes of words, float8e4nv [rows, STEP], without a scale."""
-    rows: gl.constexpr = words.shape[0]
-    numbers = gl.inline_asm_elementwise(_BYTES_ASM, "=r,r", [words], gl.uint8, True, 4)
-    # rows, tiles, threads, groups, places
-    tile = numbers.reshape([rows, 2, 4, 4, 4]).permute([0, 1, 3, 2, 4]).reshape([rows, STEP])
-    tile = gl.convert_layout(tile, A, assert_trivial=True)
-    return tile.to(gl.float8e4nv, bitcast=True)
+def _fp8_product(first, second, x_tile, none):
+    """Begin to multiply the numbers of two tiles, as they lie, with x^T in FP8."""
+    half: gl.constexpr = STEP // 2
+    x = x_tile.slice(0, half, dim=1).permute([1, 0])
+    part = warpgroup_mma(first, x, none, use_acc=False, is_async=True)
+    x = x_tile.slice(half, half, dim=1).permute([1, 0])
+    return warpgroup_mma(second, x, part, use_acc=True, is_async=True)
 
 
 @gluon.jit
 def _add_product(acc, operand, x_tile, B: gl.constexpr, WGMMA: gl.constexpr, FRESH: gl.constexpr):
     """acc plus the operand times x^T; with FRESH the product alone, and acc says its layout."""
     x = x_tile.permute([1, 0])
-    if WGMMA and operand.dtype == gl.float8e4nv:  # which Triton 3.6 cannot wait for
-        acc = warpgroup_mma(operand, x, acc, use_acc=not FRESH, is_async=False)
-    elif WGMMA:
+    if WGMMA:
         later = warpgroup_mma(operand, x, acc, use_acc=not FRESH, is_async=True)
         acc, _ = warpgroup_mma_wait(0, deps=[later, operand])
     else:
@@ -297,9 +285,9 @@ def packed_kernel(
         ACC: gl.constexpr = gl.NVMMADistributedLayout(
             [2, 0], [gl.num_warps(), 1], instr_shape=[16, 8]
         )
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 4 if IN_FP8 else 2)
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
-    WORDS: gl.constexpr = gl.DotOperandLayout(0, ACC, 16 if IN_FP8 else 4)
+    WORDS: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
     if IN_FP8:
         X: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
     else:
@@ -308,14 +296,17 @@ def packed_kernel(
         X_DTYPE, [STAGES, BLOCK_M, STEP], gl.NVMMASharedLayout(128, 8 if IN_FP8 else 16, 2)
     )
     THROUGH_SHARED: gl.constexpr = WGMMA and FORMAT != MXFP4
+    WORD: gl.constexpr = gl.float8e4nv if IN_FP8 else gl.int32
     if THROUGH_SHARED:
-        CELL: gl.constexpr = gl.uint8 if IN_FP8 else gl.int32
         WIDTH: gl.constexpr = 64 if IN_FP8 else 16
         COPY: gl.constexpr = gl.BlockedLayout([1, WIDTH // 4], [8, 4], [gl.num_warps(), 1], [1, 0])
-        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        if IN_FP8:  # the matrix unit takes them from there
+            STORED: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
+        else:
+            STORED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         SIZE_OF_TILES: gl.constexpr = [STAGES, 2 * BLOCK_N, WIDTH]
-        first_tiles = gl.allocate_shared_memory(CELL, SIZE_OF_TILES, PLAIN)
-        second_tiles = gl.allocate_shared_memory(CELL, SIZE_OF_TILES, PLAIN)
+        first_tiles = gl.allocate_shared_memory(WORD, SIZE_OF_TILES, STORED)
+        second_tiles = gl.allocate_shared_memory(WORD, SIZE_OF_TILES, STORED)
     if IN_FP8:
         SCALES_OF_X: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         x_scales = gl.allocate_shared_memory(
@@ -358,11 +349,8 @@ def packed_kernel(
         scale_row = gl.minimum(scale_row, num_stored - 1)
     scale_row = scale_row // SCALE_ROWS if SCALE_ROWS > 0 else scale_row * 0
     expert = expert.to(gl.int64)
-    WORD_PTR: gl.constexpr = gl.pointer_type(gl.int32)
     data_ptr += expert * stride_expert
-    word_ptrs = data_ptr + _row_offsets(row, stride_row)[:, None]
-    if not IN_FP8:
-        word_ptrs = word_ptrs.to(WORD_PTR)
+    word_ptrs = (data_ptr + _row_offsets(row, stride_row)[:, None]).to(gl.pointer_type(WORD))
     scale_ptrs = scale_ptr + expert * stride_scale_expert + scale_row * stride_scale_row
     x_row = assignment // chosen
     x_ptrs = x_ptr + x_row.to(gl.int64)[:, None] * stride_x
@@ -409,15 +397,17 @@ def packed_kernel(
             copy_scales(x_scales.index(free), x_scale_ptrs, has_scale, ahead, end, stride_x_scale)
         copy_rows(x_tiles.index(free), x_ptrs, is_row, ahead, end, X)
         async_copy.commit_group()
-        if THROUGH_SHARED:
+        if THROUGH_SHARED and not IN_FP8:
             words = _take_words(first_tiles.index(stage), second_tiles.index(stage), WORDS)
         if SCALE_K > 0:
             next_scale = _load_scales(scale_ptrs, later, stride_scale_k, STORED_K)
         # Unpack the words and multiply.
         x_tile = x_tiles.index(stage)
         if IN_FP8:
-            part = _add_product(acc, _bytes_operand(words, A), x_tile, B, WGMMA, True)
+            none = gl.zeros([2 * BLOCK_N, BLOCK_M], gl.float32, ACC)
+            part = _fp8_product(first_tiles.index(stage), second_tiles.index(stage), x_tile, none)
             x_scale = x_scales.index(stage).load(gl.SliceLayout(0, ACC))
+            part = warpgroup_mma_wait(0, deps=[part])
             acc += part * (scale[:, None] * x_scale[None, :])
         elif FORMAT == MXFP4:
             operand = _mxfp4_operand(words, scale, WORDS, A)

@@ -16,8 +16,8 @@ and 1, and 16 + 4w to 16 + 4w + 3 in the pairs 2 and 3.
 "mxfp4" has sign and magnitude of the pairs 0, 1 and 2 at the bits where bfloat16 has them, 15 and 8
 to 6, shifted to the right by 0, 3 and 6; pair 3 has the bits 14, 13, 11 and 10.
 
-"fp8" has pair 0 at the bits where bfloat16 has it, 15 and 10 to 4. Of pair 1 the sign and the low
-four bits, 11 and 3 to 0, are shifted to the right by 4, and the others, 14 to 12, to the left by 4.
+"fp8" has pair 0 in the high bytes of the halves and pair 1 in the low ones, bit for bit: products
+of FP8 activations take them as they lie.
 
 The bytes of "mxfp4" and "fp8" lie in tiles of 64 rows of 64 bytes (`TILE`), which programs read
 whole: memory gives pieces of single rows more slowly. The matrix unit takes the 16 bytes of words
@@ -57,7 +57,7 @@ _BIT_MOVES: dict[str, Sequence[Sequence[tuple[int, int]]]] = {
         [(0x8, 6), (0x7, 0)],
         [(0xC, 11), (0x3, 10)],
     ],
-    "fp8": [[(0x80, 8), (0x7F, 4)], [(0x80, 4), (0x70, 8), (0xF, 0)]],
+    "fp8": [[(0xFF, 8)], [(0xFF, 0)]],
 }
 
 
