@@ -95,8 +95,7 @@ def test_weights_lie_in_the_order_of_tiled_inputs() -> None:
 
 
 CUTS = [
-    choose_fp8_config(1, 1),
-    choose_fp8_config(99, 1),
+    *(choose_fp8_config(rows, 1) for rows in (12, 32, 33)),
     GroupedConfig(16, 32, 128, 1, 4, 4, kind="warpgroup", split_k=2),
     GroupedConfig(128, 64, 128, 1, 8, 2, kind="warpgroup"),
 ]
@@ -171,15 +170,14 @@ def test_experts_with_fp8_activations(
 @pytest.mark.parametrize("device", FP8_DEVICES)
 def test_many_assignments_use_fp8(device: str) -> None:
     torch.manual_seed(0)
-    layer = make_experts(2, 128, 128, device)
+    layer = make_experts(8, 128, 128, device)
     off = replace(layer, fp8_activations=False)
-    for tokens, is_fp8 in ((1, False), (15, False), (16, True), (75, True)):
-        x, index, weights = make_tokens(tokens, 3, 2, 128, device)
+    for tokens, is_fp8 in ((1, False), (3, False), (4, True), (75, True)):
+        x, index, weights = make_tokens(tokens, 9, 2, 128, device)
         assert uses_fp8(x, layer, 2 * tokens) == is_fp8 and not uses_fp8(x, off, 2 * tokens)
         found, plain = (run_experts(x, index, weights, one) for one in (layer, off))
         assert torch.equal(found, plain) != is_fp8
         assert distance(found, plain.double()) < 2**-4
-    assert uses_fp8(x, make_experts(16, 128, 128, device), 512)
 
 
 def test_weights_that_fit() -> None:
@@ -216,14 +214,14 @@ def test_bad_tokens_stay_alone(bad: float, device: str) -> None:
 @pytest.mark.parametrize("device", FP8_DEVICES)
 def test_a_compiler_sees_one_operator(device: str) -> None:
     torch.manual_seed(0)
-    layer = make_experts(2, 128, 128, device)
+    layer = make_experts(8, 128, 128, device)
 
     def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return run_experts(x, index, weights, layer) + x
 
     compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
     for tokens in (3, 40):  # without and with FP8 activations
-        given = make_tokens(tokens, 3, 2, 128, device)
+        given = make_tokens(tokens, 9, 2, 128, device)
         assert torch.equal(compiled(*given), run(*given))
 
 

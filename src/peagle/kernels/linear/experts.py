@@ -46,8 +46,8 @@ _MIN_INPUTS = 512  # of a share of a sum
 _LIBRARY_ROWS = 256
 _MANY_IN_REGISTERS = 1024
 # Assignments of an expert on average, from which on FP8 activations are used where they may: with
-# fewer the products are bound by the bytes of the weights (docs/lab/roofline.md).
-_FP8_ROWS = 16
+# fewer, rounding takes longer than it saves (docs/lab/roofline.md).
+_FP8_ROWS = 1
 _WIDE = 8192  # outputs of a linear layer that keep the memory busy in tiles of many rows
 _REGISTERS = 1 << 16  # of a multiprocessor
 _ALIGNED = 16  # bytes of a copy, and what Triton looks for in a number
@@ -137,7 +137,8 @@ class GroupedConfig:
 
 def choose_fp8_config(num_assignments: int, num_experts: int) -> GroupedConfig:
     """Choose the configuration of an x in FP8, as timing many on an H200 found it."""
-    block_m = 32 if num_assignments <= 32 * num_experts else 64
+    rows = num_assignments / num_experts
+    block_m = 16 if rows <= 12 else 32 if rows <= 32 else 64
     return GroupedConfig(block_m, 64, STEP, 1, 4, 3, kind="warpgroup")
 
 
