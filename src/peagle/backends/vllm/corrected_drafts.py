@@ -4,7 +4,7 @@
 vLLM has the final hidden states of all K slots of a request before it chooses a token of them
 (`SpecDecodeBaseProposer._sample_draft_tokens`). There the slots are walked: each one's logits are
 corrected by the token that the slot before drafted, and vLLM's own code chooses from them, an
-argmax or a draw with its distribution.
+argmax or a draw with its distribution. Only draws need logits spread over the target's vocabulary.
 
 The tables of a correction come from the head's files: vLLM shares embedding and lm_head out over
 the GPUs. Runs in vLLM's processes alone.
@@ -15,7 +15,7 @@ vocabulary.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,18 @@ from peagle.models.loading import resolve_model
 from peagle.models.target_ends import TargetEnds
 
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+class Corrected(NamedTuple):
+    """What a proposer drafts with.
+
+    Attributes:
+        correction: of its head.
+        d2t: the map from draft ids, id + d2t[id], int64 [DV]; None where both vocabularies are one.
+    """
+
+    correction: DraftCorrection
+    d2t: Tensor | None
 
 
 def install() -> None:
@@ -55,10 +67,8 @@ def install() -> None:
     Proposer.load_model, Proposer._sample_draft_tokens = load, choose_corrected
 
 
-def read_from_vllm(proposer: Any) -> DraftCorrection | None:
+def read_from_vllm(proposer: Any) -> Corrected | None:
     """Return the correction beside the head that a proposer has loaded; None without one.
-
-    Its weights are those of the target's vocabulary, in which vLLM has the logits.
 
     Raises:
         CheckpointError: it is another head's, or not readable.
@@ -84,39 +94,38 @@ def read_from_vllm(proposer: Any) -> DraftCorrection | None:
     embedding_VD, lm_head_VD = _ends(tensors, ids_V, target.model, target.revision)
     on = {"device": proposer.device, "dtype": proposer.dtype}
     ready = DraftCorrection(correction, embedding_VD.to(**on), lm_head_VD.to(**on))
-    if ids_V is not None:
-        weight_Vr = ready.weight_Vr.new_zeros(len(embedding_VD), ready.weight_Vr.shape[1])
-        ready.weight_Vr = weight_Vr.index_copy(0, ids_V.to(proposer.device), ready.weight_Vr)
     if is_first:
         sizes = correction.rank, correction.width
         logger.info("peagle: drafts are corrected by %s (rank %d, width %d).", folder, *sizes)
-    return ready
+    return Corrected(ready, None if d2t is None else d2t.to(proposer.device, torch.int64))
 
 
 def walk(
-    proposer: Any, correction: DraftCorrection, hidden_RD: Tensor, metadata: Any
+    proposer: Any, corrected: Corrected, hidden_RD: Tensor, metadata: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Choose the drafts of all slots, one slot after the other.
 
     Args:
-        proposer: vLLM's, which computes logits and chooses from them.
+        proposer: vLLM's, whose model computes logits; it draws from them.
         hidden_RD: final, normed hidden states, the K slots of a request one behind the other.
         metadata: vLLM's sampling parameters of the requests.
 
     Returns:
         target ids [R], and the distributions that they were drawn from [R, V]; None for an argmax.
     """
+    correction, d2t = corrected
     hidden_BKD = hidden_RD.unflatten(0, (-1, proposer.num_speculative_tokens))
-    logits_RV = proposer.model.compute_logits(hidden_RD).to(correction.weight_Vr.dtype)
+    logits_RV = _draft_logits(proposer.model, hidden_RD, d2t).to(correction.weight_Vr.dtype)
     logits_BKV, states_BKW = logits_RV.view(*hidden_BKD.shape[:2], -1), correction.start(hidden_BKD)
     draws = proposer._enable_probabilistic_draft_probs and not metadata.all_greedy
     if not draws and _has_kernels(logits_RV.device):
-        return _walk_greedily(logits_BKV, states_BKW, correction), None
+        return _walk_greedily(logits_BKV, states_BKW, corrected), None
     drafts, probs = list[Tensor](), list[Tensor]()
     for slot in range(hidden_BKD.shape[1]):
         logits_BV = logits_BKV[:, slot]
         if slot:
             logits_BV = correction.add(logits_BV, states_BKW[:, slot], drafts[-1])
+        logits_BV = _spread(logits_BV, d2t, len(correction.tokens_VW))
         drafts_B, probs_BV = proposer._sample_from_logits(logits_BV, metadata)
         drafts.append(drafts_B)
         if probs_BV is not None:
@@ -124,17 +133,34 @@ def walk(
     return torch.stack(drafts, 1).flatten(), torch.stack(probs, 1).flatten(0, 1) if probs else None
 
 
+def _draft_logits(model: Any, hidden_RD: Tensor, d2t: Tensor | None) -> Tensor:
+    """Return logits in the draft vocabulary, [R, DV]."""
+    if d2t is None:
+        return model.compute_logits(hidden_RD)
+    return model.logits_processor(model.lm_head, hidden_RD)
+
+
+def _spread(logits_BV: Tensor, d2t: Tensor | None, vocab_size: int) -> Tensor:
+    """Return logits in the target's vocabulary; tokens that are not drafted have minus infinity."""
+    if d2t is None:
+        return logits_BV
+    ids_V = torch.arange(len(d2t), device=d2t.device) + d2t
+    spread_BV = logits_BV.new_full((len(logits_BV), vocab_size), -torch.inf)
+    return spread_BV.index_copy(1, ids_V, logits_BV)
+
+
 def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _walk_greedily(logits_BKV: Tensor, states_BKW: Tensor, correction: DraftCorrection) -> Tensor:
+def _walk_greedily(logits_BKV: Tensor, states_BKW: Tensor, corrected: Corrected) -> Tensor:
     """Return the argmax drafts of all slots, [R], with one launch a slot."""
     from peagle.kernels.drafts.correction_triton import WalkScratch, walk_chains
 
+    weights = corrected.correction.weights
     drafts_BK = torch.empty(logits_BKV.shape[:2], dtype=torch.int64, device=logits_BKV.device)
-    scratch = WalkScratch.allocate(len(drafts_BK), correction.weights)
-    walk_chains(logits_BKV, states_BKW, None, correction.weights, scratch, drafts_BK)
+    scratch = WalkScratch.allocate(len(drafts_BK), weights)
+    walk_chains(logits_BKV, states_BKW, corrected.d2t, weights, scratch, drafts_BK)
     return drafts_BK.flatten()
 
 
