@@ -271,7 +271,7 @@ def test_deletion_while_a_server_writes(make: Any) -> None:
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    wait_for(lambda: count > 50, timeout_s=20)
+    wait_for(lambda: made.recorder.counts.written > 50, timeout_s=20)
     assert RecordFolder(made.folder).delete({"1" * 32}) > 0
     assert {row["key_id"] for row in rows_of(made.folder)} == {"2" * 32}
     reached = count

@@ -41,6 +41,7 @@ _MOST_WAITING_TOKENS = 4_000_000
 _FILE_BYTES = 8 << 20
 _DAY_S = 86_400.0
 _LOOK_S, _PRUNE_S = 1.0, 60.0  # between two looks at refused keys, and at old files
+_GATHER_S = 0.1  # more records come before the first is written: each batch takes a lock
 _Waiting = tuple[str | None, float, dict[str, Any]]  # id of the key, time, other fields
 
 
@@ -78,6 +79,7 @@ class Recorder:
         self._facts: dict[str, Any] = {}
         self._refused = folder.refused()
         self._file: Path | None = None
+        self._began_s = 0.0  # time of the file's first record
         self._pruned_s = -float("inf")
         self._waiting: deque[_Waiting] = deque()
         self._num_waiting_tokens = 0
@@ -164,7 +166,8 @@ class Recorder:
                     continue
                 self._num_waiting_tokens += size
                 self._waiting.append((self._key_ids.get(salt), now, fields))
-                self._changed.notify()
+                if len(self._waiting) == 1:
+                    self._changed.notify()
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, for some seconds, and record nothing more."""
@@ -180,7 +183,8 @@ class Recorder:
         is_last = False
         while not is_last:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closing, _LOOK_S)
+                if self._changed.wait_for(lambda: self._waiting or self._is_closing, _LOOK_S):
+                    self._changed.wait_for(lambda: self._is_closing, _GATHER_S)
                 batch, self._waiting = self._waiting, deque()
                 self._num_waiting_tokens = 0
                 is_last = self._is_closing
@@ -225,9 +229,9 @@ class Recorder:
         size = file.stat().st_size if file is not None and file.exists() else 0
         is_full = size > 0 and size + len(line) > self._file_bytes
         # A clock that was set back makes a new file: the old one would stay for too long.
-        if file is None or is_full or not -_PRUNE_S <= now - began_s(file) <= self._file_age_s:
+        if file is None or is_full or not -_PRUNE_S <= now - self._began_s <= self._file_age_s:
             file, size = new_record_file(self._folder.path, now), 0
-            self._file = file
+            self._file, self._began_s = file, now
             self._prune(now)
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
