@@ -29,10 +29,10 @@ _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class Corrected(NamedTuple):
-    """What a proposer drafts with.
+    """A correction and the draft vocabulary of its head.
 
     Attributes:
-        correction: of its head.
+        correction: made ready for drafting.
         d2t: the map from draft ids, id + d2t[id], int64 [DV]; None where both vocabularies are one.
     """
 

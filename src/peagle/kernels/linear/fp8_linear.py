@@ -213,9 +213,8 @@ def _boxes(matrix: Tensor, rows: int) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    size = [rows, 2 * BLOCK]
     return TensorDescriptor.from_tensor(
-        matrix, size, gl.NVMMASharedLayout.get_default_for(size, gl.float8e4nv)
+        matrix, [rows, 2 * BLOCK], gl.NVMMASharedLayout(128, 8, rank=2)
     )
 
 
