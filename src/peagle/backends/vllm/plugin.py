@@ -29,9 +29,11 @@ def register() -> None:
         if (release := tuple(version[:2])) not in TESTED_VERSIONS:
             raise RuntimeError(f"it knows vLLM {TESTED_TEXT}, and this is {dotted(release)}")
         from peagle.backends.vllm.corrected_drafts import install
+        from peagle.backends.vllm.scheduled_graphs import capture_scheduled_steps
         from peagle.backends.vllm.shorter_drafts import follow_schedules
 
         install()
         follow_schedules()
+        capture_scheduled_steps()
     except Exception as error:
         logger.warning("peagle steps aside: %s. vLLM drafts without corrections.", error)
