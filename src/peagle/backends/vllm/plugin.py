@@ -16,7 +16,8 @@ def register() -> None:
     """Let vLLM's proposer correct and shorten the drafts of P-EAGLE heads, if PEAGLE_VLLM is 1.
 
     Another vLLM than the tested ones, or one whose proposer cannot be replaced, serves as without
-    the plugin, and one line says so. Raises nothing.
+    the plugin, and one line says so. One that captures no whole steps of a schedule loses them
+    alone, with one line too. Raises nothing.
     """
     logger, value = logging.getLogger("vllm.peagle"), os.environ.get(PLUGIN_VARIABLE, "")
     if value != "1":
@@ -29,11 +30,16 @@ def register() -> None:
         if (release := tuple(version[:2])) not in TESTED_VERSIONS:
             raise RuntimeError(f"it knows vLLM {TESTED_TEXT}, and this is {dotted(release)}")
         from peagle.backends.vllm.corrected_drafts import install
-        from peagle.backends.vllm.scheduled_graphs import capture_scheduled_steps
         from peagle.backends.vllm.shorter_drafts import follow_schedules
 
         install()
         follow_schedules()
-        capture_scheduled_steps()
     except Exception as error:
         logger.warning("peagle steps aside: %s. vLLM drafts without corrections.", error)
+        return
+    try:
+        from peagle.backends.vllm.scheduled_graphs import capture_scheduled_steps
+
+        capture_scheduled_steps()
+    except Exception as error:
+        logger.warning("peagle leaves the steps of a schedule of K in pieces: %s.", error)
