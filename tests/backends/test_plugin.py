@@ -30,6 +30,8 @@ from tests.interop.heads import SavedHead, pruned
 from tests.models.editing import edit_tensors
 
 PROPOSER = "vllm.v1.spec_decode.llm_base_proposer"
+CONFIG, DISPATCHER = "vllm.config", "vllm.v1.cudagraph_dispatcher"
+RUNNER = "vllm.v1.worker.gpu_model_runner"
 
 
 def put_module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
@@ -127,15 +129,21 @@ class Proposer:
 
 
 @pytest.fixture
-def proposer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A class of its own in each test, with the plugin in it."""
+def proposer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
+    """A class of its own in each test, with the plugin in it.
+
+    This vLLM has no CUDA graphs that the plugin knows: it loses those alone.
+    """
     made = type("SpecDecodeBaseProposer", (), dict(vars(Proposer)))
     put_module(monkeypatch, PROPOSER, SpecDecodeBaseProposer=made)
     put_module(monkeypatch, "vllm.version", __version_tuple__=(0, 32, 0))
     put_module(monkeypatch, "vllm.distributed", get_tensor_model_parallel_rank=lambda: 0)
     put_module(monkeypatch, "vllm.logger", init_logger=logging.getLogger)
+    put_module(monkeypatch, CONFIG)
     monkeypatch.setenv("PEAGLE_VLLM", "1")
     plugin.register()
+    (line,) = caplog.messages
+    assert line.startswith("peagle leaves the steps of a schedule of K in pieces: cannot import")
     plugin.register()
     return made()
 

@@ -16,7 +16,8 @@ def register() -> None:
     """Let vLLM's proposer correct and shorten the drafts of P-EAGLE heads, if PEAGLE_VLLM is 1.
 
     Another vLLM than the tested ones, or one whose proposer cannot be replaced, serves as without
-    the plugin, and one line says so. Raises nothing.
+    the plugin, and one line says so. One that captures no whole steps of a schedule loses them
+    alone, with one line too. Raises nothing.
     """
     logger, value = logging.getLogger("vllm.peagle"), os.environ.get(PLUGIN_VARIABLE, "")
     if value != "1":
@@ -35,3 +36,10 @@ def register() -> None:
         follow_schedules()
     except Exception as error:
         logger.warning("peagle steps aside: %s. vLLM drafts without corrections.", error)
+        return
+    try:
+        from peagle.backends.vllm.scheduled_graphs import capture_scheduled_steps
+
+        capture_scheduled_steps()
+    except Exception as error:
+        logger.warning("peagle leaves the steps of a schedule of K in pieces: %s.", error)
