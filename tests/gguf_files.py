@@ -27,7 +27,7 @@ def require_gguf() -> Any:
     return pytest.importorskip("gguf", reason="needs the extra gguf")
 
 
-# ---- by hand --------------------------------------------------------------------------------
+# ---- by hand ----
 
 
 def _text(value: str) -> bytes:
@@ -64,7 +64,7 @@ def gguf_bytes(
     return head + b"\0" * (-len(head) % 32) + b"\1" * place
 
 
-# ---- of tiny models -------------------------------------------------------------------------
+# ---- of tiny models ----
 
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",

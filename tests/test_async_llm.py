@@ -114,7 +114,7 @@ async def collect(llm: AsyncLLM, *request: Any, **options: Any) -> list[StreamCh
     return [chunk async for chunk in llm.stream(*request, **options)]
 
 
-# ---- what comes out -------------------------------------------------------------------------
+# ---- what comes out ----
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_a_slow_reader_misses_nothing(llm: AsyncLLM, offline: LLM) -> None:
     assert facts(chunks[-1].output) == facts(expected)
 
 
-# ---- leaving early --------------------------------------------------------------------------
+# ---- leaving early ----
 
 
 async def leave_by_break(llm: AsyncLLM, params: SamplingParams) -> None:
@@ -293,7 +293,7 @@ def test_clients_that_come_and_go_at_random(llm: AsyncLLM, reference: Reference,
                 assert facts(chunk.output) == facts(expected[chunk.output_index])
 
 
-# ---- mistakes -------------------------------------------------------------------------------
+# ---- mistakes ----
 
 MISTAKES: list[tuple[Any, Any, dict[str, Any], str]] = [
     ("", SHORT, {}, "The prompt is empty"),
@@ -341,7 +341,7 @@ def test_a_surprise_while_adding_reaches_its_caller_alone(
     assert len(first[0].token_ids) == len(second[0].token_ids) == 10
 
 
-# ---- the end --------------------------------------------------------------------------------
+# ---- the end ----
 
 
 def test_closing_ends_running_streams(llm: AsyncLLM) -> None:
@@ -396,7 +396,7 @@ def test_a_failing_engine_tells_everybody(llm: AsyncLLM, monkeypatch: pytest.Mon
         assert "ArithmeticError('no such step')" in str(error)
 
 
-# ---- several event loops --------------------------------------------------------------------
+# ---- several event loops ----
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def result_of(stdout: str) -> dict[str, Any]:
     return json.loads(line.removeprefix("RESULT "), parse_constant=refuse)
 
 
-# ---- what it prints -------------------------------------------------------------------------
+# ---- what it prints ----
 
 CONCURRENCY, OUT, REPEATS, K, LENGTH = (2, 16), 200, 2, 3, 2.5
 
@@ -225,7 +225,7 @@ def test_parts_of_a_step_are_those_of_the_time_between(throughput: ModuleType) -
     }
 
 
-# ---- what it refuses ------------------------------------------------------------------------
+# ---- what it refuses ----
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_temporary_folder_that_cannot_be_written(run: Any, tmp_path: Path, nam
     assert "RESULT" not in stdout
 
 
-# ---- whom it measures -----------------------------------------------------------------------
+# ---- whom it measures ----
 
 
 @pytest.mark.parametrize("method", ["none", "peagle", "eagle3"])
@@ -367,7 +367,7 @@ def test_all_work_is_done_by_generate_of_the_users_llm(
     assert result_of(stdout)["al"] == round(stats.speculation.acceptance_length, 3)
 
 
-# ---- checkpoints ----------------------------------------------------------------------------
+# ---- checkpoints ----
 
 
 def names_in(folder: Path) -> set[str]:
@@ -482,7 +482,7 @@ def test_nodes_are_measured_beside_both_heads_and_without_loops() -> None:
         assert found["n=5"]["nodes_a_step"] > 4
 
 
-# ---- where a step goes ------------------------------------------------------------------------
+# ---- where a step goes ----
 
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter"

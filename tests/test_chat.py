@@ -54,7 +54,7 @@ def text_of(template: Any, messages: Any = HELLO, **options: Any) -> str:
     return str(tokenizer.decode(token_ids))
 
 
-# ---- which template -------------------------------------------------------------------------
+# ---- which template ----
 
 
 def test_the_own_template_is_the_default() -> None:
@@ -133,7 +133,7 @@ def test_templates_and_options_that_are_refused(
         render_chat(tokenizer_with(template), HELLO, **options)
 
 
-# ---- thinking and other options --------------------------------------------------------------
+# ---- thinking and other options ----
 
 
 def test_thinking_is_passed_under_the_name_that_the_template_reads() -> None:
@@ -168,7 +168,7 @@ def test_template_kwargs_reach_the_template() -> None:
     assert text_of(template, template_kwargs={"effort": "low"}) == "hé low"
 
 
-# ---- messages -------------------------------------------------------------------------------
+# ---- messages ----
 
 
 def test_message_objects_and_text_parts() -> None:
@@ -237,7 +237,7 @@ def test_what_the_template_says_against_the_messages_is_passed_on() -> None:
     assert text_of(STRICT, messages[::-1]) == "latehé"
 
 
-# ---- answers --------------------------------------------------------------------------------
+# ---- answers ----
 
 
 @pytest.mark.parametrize(

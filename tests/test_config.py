@@ -280,7 +280,7 @@ def test_text_that_is_no_configuration(text: Any, expected: str) -> None:
     assert expected in str(caught.value)
 
 
-# ---- K by the number of sequences that run together -------------------------------------------
+# ---- K by the number of sequences that run together ----
 
 
 def parse(schedule: Any, k: int = 7) -> SpeculativeConfig:
@@ -342,7 +342,7 @@ def test_prompt_lookup_has_one_k() -> None:
         SpeculativeConfig(method="ngram", num_speculative_tokens_per_batch_size="auto")
 
 
-# ---- synthetic acceptance ---------------------------------------------------------------------
+# ---- synthetic acceptance ----
 
 
 @pytest.mark.parametrize("rates", [[1, 1, 0], (1.0, 1.0, 0.0), [1e-9, 0, 0], [0, 0, 0]], ids=str)
@@ -390,7 +390,7 @@ def test_rates_that_are_refused(rates: Any, expected: str) -> None:
     assert str(caught.value).startswith(f"synthetic_acceptance_rates is {rates!r}; {expected}")
 
 
-# ---- the engine, and outputs ------------------------------------------------------------------
+# ---- the engine, and outputs ----
 
 
 BAD_OPTIONS: list[tuple[str, Any, str]] = [

@@ -214,7 +214,7 @@ def test_what_goes_with_a_grammar() -> None:
     assert SamplingParams(min_tokens=8, max_tokens=8).min_tokens == 8
 
 
-# --- vLLM's names --------------------------------------------------------------------------------
+# --- vLLM's names ---
 
 VLLM_DEFAULTS: dict[str, Any] = {
     "n": 1,
@@ -307,7 +307,7 @@ def test_an_assigned_value_is_checked_with_the_next_copy() -> None:
         replace(params)
 
 
-# --- structured output ---------------------------------------------------------------------------
+# --- structured output ---
 
 
 def test_kinds_of_structure() -> None:

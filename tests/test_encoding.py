@@ -97,7 +97,7 @@ def test_without_stand_ins_there_is_no_special_token(name: str, data: st.DataObj
         assert ids == tokenizer.encode(text, add_special_tokens=False)
 
 
-# ---- conversations ------------------------------------------------------------------------------
+# ---- conversations ----
 
 
 def prompt_of(template: str, *contents: Any, **options: Any) -> tuple[list[str], str]:

@@ -80,7 +80,7 @@ def in_form_of(family: str, messages: Messages) -> Messages:
     return formed
 
 
-# ---- the ways to a prompt -----------------------------------------------------------------------
+# ---- the ways to a prompt ----
 
 
 def served(tokenizer: Tokenizer, messages: Messages, tools: Any, thinking: bool | None) -> Any:
@@ -188,7 +188,7 @@ def test_every_way_to_a_prompt_gives_the_tokens_of_the_template(
         assert way(reads, given, tools, thinking) == expected, way
 
 
-# ---- users who spell special tokens -------------------------------------------------------------
+# ---- users who spell special tokens ----
 
 # Qwen3-Coder writes keys of schemas between "<" and ">"; Gemma 4 takes channels out of answers.
 CODERS = {

@@ -196,7 +196,7 @@ def triton_at_load(package: Path) -> list[str]:
     ]
 
 
-# ---- the package ----------------------------------------------------------------------------
+# ---- the package ----
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_triton_is_imported_lazily():
     assert triton_at_load(PACKAGE) == []
 
 
-# ---- the checker itself ---------------------------------------------------------------------
+# ---- the checker itself ----
 
 
 def plant(folder: Path, files: dict[str, str]) -> Path:

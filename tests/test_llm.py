@@ -36,7 +36,7 @@ def heads(head_folders: Callable[..., Path]) -> dict[bool, str]:
     return {parallel: str(head_folders(parallel=parallel)) for parallel in (True, False)}
 
 
-# ---- what works -----------------------------------------------------------------------------
+# ---- what works ----
 
 
 def test_every_form_of_prompts(llm: LLM) -> None:
@@ -85,7 +85,7 @@ def test_every_form_of_the_speculative_configuration(llm: LLM, heads: dict[bool,
         assert engine.num_speculative_tokens == 3
 
 
-# ---- the target -----------------------------------------------------------------------------
+# ---- the target ----
 
 
 def test_a_target_without_tokenizer(target_folder: Path, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_device_that_is_not_there(target_folder: Path) -> None:
     assert 'expected "auto", "cpu" or "cuda"' in message
 
 
-# ---- the prompts ----------------------------------------------------------------------------
+# ---- the prompts ----
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_two_streams_of_one_llm(llm: LLM) -> None:
     assert len(llm.generate("ho", GREEDY)) == 1
 
 
-# ---- sampling -------------------------------------------------------------------------------
+# ---- sampling ----
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def test_the_limits_of_sampling_values_are_accepted(llm: LLM) -> None:
             assert output.token_ids == greedy
 
 
-# ---- speculation ----------------------------------------------------------------------------
+# ---- speculation ----
 
 
 @pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
@@ -247,7 +247,7 @@ def test_a_refused_head_leaves_the_target_usable(llm: LLM, heads: dict[bool, str
     assert llm.generate("hi", GREEDY)[0].token_ids == expected
 
 
-# ---- the model ------------------------------------------------------------------------------
+# ---- the model ----
 
 
 def test_an_unnamed_target_has_no_tokenizer(target_folder: Path) -> None:

@@ -58,7 +58,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in every(outputs)]
 
 
-# ---- n outputs ------------------------------------------------------------------------------
+# ---- n outputs ----
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_measuring_n_outputs(llm: LLM) -> None:
     assert [answer.num_tokens for answer in run.answers] == [24, 24, 24, 7]
 
 
-# ---- priority -------------------------------------------------------------------------------
+# ---- priority ----
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_wrong_priorities(plain: LLM, priority: Any, message: str) -> None:
     assert_idle(plain)
 
 
-# ---- log-probabilities ----------------------------------------------------------------------
+# ---- log-probabilities ----
 
 
 def reference_logprobs(folder: Path, token_ids: list[int]) -> torch.Tensor:
@@ -243,7 +243,7 @@ def test_a_stop_string_trims_tokens_logprobs_and_counters_alike(
     assert llm.stats.num_output_tokens == len(output.token_ids)
 
 
-# ---- counters -------------------------------------------------------------------------------
+# ---- counters ----
 
 
 def test_stats_are_a_look_at_one_moment(llm: LLM) -> None:
@@ -284,7 +284,7 @@ def test_a_request_cannot_draft_more_than_the_engine(llm: LLM) -> None:
         llm.generate([PROMPT], replace(GREEDY, num_speculative_tokens=most + 1))
 
 
-# ---- what the model's folder says -----------------------------------------------------------
+# ---- what the model's folder says ----
 
 
 def with_generation_config(folder: Path, **values: Any) -> LLM:
@@ -352,7 +352,7 @@ def test_any_of_several_end_of_text_ids_ends_an_output(tmp_path: Path, plain: LL
     assert output.token_ids == whole[: ends[1] + 1]
 
 
-# ---- bad words ------------------------------------------------------------------------------
+# ---- bad words ----
 
 
 @pytest.mark.slow
@@ -378,7 +378,7 @@ def test_a_bad_word_that_is_nothing_to_the_tokenizer(plain: LLM) -> None:
     assert_idle(plain)
 
 
-# ---- structured output ----------------------------------------------------------------------
+# ---- structured output ----
 
 JSON = replace(GREEDY, ignore_eos=False, structured_output=StructuredOutput.json_object())
 

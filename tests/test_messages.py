@@ -53,7 +53,7 @@ def formed(*messages: Any, template: str = WHOLE, **options: Any) -> Any:
     return got, json.loads(text[end:])
 
 
-# ---- developer messages -------------------------------------------------------------------------
+# ---- developer messages ----
 
 
 @pytest.mark.parametrize("template", [EVERY, FIRST, STRICT])
@@ -110,7 +110,7 @@ def test_the_name_of_a_field_is_no_role(role: str) -> None:
         text_of(template, [{"role": role, "content": "a"}])
 
 
-# ---- calls and reasoning ------------------------------------------------------------------------
+# ---- calls and reasoning ----
 
 
 def call(arguments: Any) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def test_reasoning_has_one_name() -> None:
         assert got[1]["reasoning_content"] == "why"
 
 
-# ---- tools --------------------------------------------------------------------------------------
+# ---- tools ----
 
 
 def test_tools_may_be_json_text() -> None:

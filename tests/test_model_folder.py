@@ -30,7 +30,7 @@ SPARSE_HEADER = 4_300_000_000
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-# ---- JSON -------------------------------------------------------------------------------------
+# ---- JSON ----
 
 
 @pytest.mark.parametrize("depth", [1, MAX_DEPTH])
@@ -79,7 +79,7 @@ def test_what_nobody_reads_may_be_anything(tmp_path: Path) -> None:
         check_json(tmp_path)
 
 
-# ---- headers ----------------------------------------------------------------------------------
+# ---- headers ----
 
 
 def packed(header: Any, body: int = 8, length: int | None = None) -> bytes:
@@ -139,7 +139,7 @@ def test_a_header_beyond_the_formats_own_limit_is_not_read() -> None:
             read_header(first, size)
 
 
-# ---- whole folders, by what reads them --------------------------------------------------------
+# ---- whole folders, by what reads them ----
 
 READERS = """
 import resource, sys, warnings

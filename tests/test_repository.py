@@ -29,7 +29,7 @@ def nodes_of(source: str) -> list[ast.AST]:
     return list(ast.walk(ast.parse(source)))
 
 
-# ---- start-up -------------------------------------------------------------------------------
+# ---- start-up ----
 
 # Runs `code` where importing any of `banned` fails and is reported on stderr, even if it is caught.
 BLOCKER = """
@@ -90,7 +90,7 @@ def test_targets_keep_bytecode_where_the_environment_forbids_it():
     assert subprocess.check_output(command, env=environment, text=True).strip() == "False"
 
 
-# ---- the browser of the tests of web pages ---------------------------------------------------
+# ---- the browser of the tests of web pages ----
 
 
 @pytest.mark.parametrize(("required", "outcome"), [("", "skipped"), ("1", "failed")])
@@ -109,7 +109,7 @@ def test_ci_requires_a_browser():
     assert "setup_browser.sh" in (ROOT / "Makefile").read_text()
 
 
-# ---- straight functions ---------------------------------------------------------------------
+# ---- straight functions ----
 
 MAX_LINES = 110
 # Their arithmetic reads straight down; ruff (C901) leaves these out too.
@@ -157,7 +157,7 @@ def test_lines_of_functions_are_counted():
     assert dict(lengths(textwrap.dedent(source))) == {"outer": 6, "inner": 1}
 
 
-# ---- the tree -------------------------------------------------------------------------------
+# ---- the tree ----
 
 
 def repository_files() -> list[Path]:
@@ -220,7 +220,7 @@ def test_nothing_of_the_shared_folder_ships():
     assert [p for p in repository_files() if p.is_relative_to(ROOT / "shared")] == []
 
 
-# ---- safe loading ---------------------------------------------------------------------------
+# ---- safe loading ----
 
 PICKLE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 UNSAFE_CALLS = {"torch.load", "torch.jit.load", "torch.hub.load", "torch.serialization.load"}
@@ -300,7 +300,7 @@ def test_safe_loading_passes():
     assert list(unsafe_loading(source)) == []
 
 
-# ---- docstrings ----------------------------------------------------------------------------------
+# ---- docstrings ----
 
 # A function says what it does ("Return ...", "Draw ..."), a class what it is ("The ...").
 VAGUE = {"Of", "As", "Whether", "What", "That", "Those", "Where", "See"}
@@ -352,7 +352,7 @@ def test_nouns_describe_classes_alone():
     assert not vague_docstrings('class Built:\n    """The head that a run makes."""\n')
 
 
-# ---- tests assert something ----------------------------------------------------------------------
+# ---- tests assert something ----
 
 
 def is_assertion(node: ast.AST) -> bool:
@@ -444,7 +444,7 @@ def test_tests_without_an_assertion_are_found():
     ]
 
 
-# ---- agreement of files ---------------------------------------------------------------------
+# ---- agreement of files ----
 
 
 def test_versions_agree():

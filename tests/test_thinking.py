@@ -38,7 +38,7 @@ def split(splitter: Any, *chunks: str) -> tuple[str, str]:
     return reasoning, answer
 
 
-# ---- gpt-oss ------------------------------------------------------------------------------------
+# ---- gpt-oss ----
 
 FINAL = "<|channel|>final<|message|>"
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -142,7 +142,7 @@ def test_the_recorded_reference_is_what_openai_harmony_reads() -> None:
         ]
 
 
-# ---- Gemma 4 ------------------------------------------------------------------------------------
+# ---- Gemma 4 ----
 
 TOOL = "<|tool_call>call:get{}<tool_call|>"
 
@@ -173,7 +173,7 @@ def test_channels_of_gemma_4(text: str, reasoning: str, answer: str) -> None:
         assert (found, unmarked(rest)) == (reasoning, answer)
 
 
-# ---- all ----------------------------------------------------------------------------------------
+# ---- all ----
 
 PIECES = st.sampled_from(
     [

@@ -72,7 +72,7 @@ def reference_pages() -> dict[str, str]:
     }
 
 
-# ---- commands -------------------------------------------------------------------------------
+# ---- commands ----
 
 
 def commands_index() -> str:
@@ -121,7 +121,7 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
 
 
-# ---- files of settings ----------------------------------------------------------------------
+# ---- files of settings ----
 
 _ATTRIBUTE = re.compile(r"^([\w, ]+): (.*)$")
 
@@ -244,7 +244,7 @@ def environment_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# ---- API ------------------------------------------------------------------------------------
+# ---- API ----
 
 
 def api_page() -> str:

@@ -100,7 +100,7 @@ async def _server(args: argparse.Namespace) -> AsyncIterator[Served]:
             yield server
 
 
-# ---- what others notice -------------------------------------------------------------------------
+# ---- what others notice ----
 
 
 @dataclass
@@ -244,7 +244,7 @@ async def _weigh(server: Served, seen: Observed) -> None:
         await asyncio.sleep(PROBE_S)
 
 
-# ---- an attack ----------------------------------------------------------------------------------
+# ---- an attack ----
 
 
 async def suffer(

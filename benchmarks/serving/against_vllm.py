@@ -83,7 +83,7 @@ print(json.dumps(environment(device)))
 """
 
 
-# ---- the command line -----------------------------------------------------------------------
+# ---- the command line ----
 
 
 def parse_args() -> argparse.Namespace:
@@ -219,7 +219,7 @@ def copy_once(source: Path, destination: Path) -> None:
     partial.rename(destination)
 
 
-# ---- a run ----------------------------------------------------------------------------------
+# ---- a run ----
 
 
 def check_values(args: argparse.Namespace) -> None:

@@ -37,7 +37,7 @@ LETTER = b"27182818"  # in a body, where the token id of "a" belongs
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-# ---- the client that attacks --------------------------------------------------------------------
+# ---- the client that attacks ----
 
 
 @dataclass
@@ -170,7 +170,7 @@ def storm(requests: list[Request], clients: int = 1) -> Run:
     return run
 
 
-# ---- bodies -------------------------------------------------------------------------------------
+# ---- bodies ----
 
 
 def request(label: str, path: str = COMPLETIONS, **fields: Any) -> Request:
@@ -312,7 +312,7 @@ def nesting() -> Run:
     )
 
 
-# ---- grammars -----------------------------------------------------------------------------------
+# ---- grammars ----
 
 # A grammar that may stop at once would do so: the letter a is the likeliest token.
 ENDLESS = {"max_tokens": 300, "stream": True, "logit_bias": {LETTER.decode(): 100}}
@@ -405,7 +405,7 @@ def regex_counts() -> Run:
     )
 
 
-# ---- much work ----------------------------------------------------------------------------------
+# ---- much work ----
 
 
 def outputs() -> Run:
@@ -478,7 +478,7 @@ def polling() -> Run:
     return lambda attacker: run(attacker)
 
 
-# ---- connections --------------------------------------------------------------------------------
+# ---- connections ----
 
 Talk = Callable[[Attacker, socket.socket], Awaitable[str]]
 
@@ -659,7 +659,7 @@ ATTACKS = {
 }
 
 
-# ---- the process --------------------------------------------------------------------------------
+# ---- the process ----
 
 
 def _allow_files(wanted: int) -> None:

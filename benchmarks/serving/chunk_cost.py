@@ -74,7 +74,7 @@ class Counters:
         return run
 
 
-# ---- the processes under test --------------------------------------------------------------------
+# ---- the processes under test ----
 
 
 def serve() -> None:
@@ -154,7 +154,7 @@ def make_steps_up(llm: Any, counters: Counters) -> None:
     engine._pipeline = Pipeline(steps, engine.scheduler, *taking)
 
 
-# ---- the measurement -----------------------------------------------------------------------------
+# ---- the measurement ----
 
 
 def thread_seconds(pid: int) -> tuple[float, float]:

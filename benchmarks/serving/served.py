@@ -118,7 +118,7 @@ class Served:
         self._log.seek(0)
         return self._log.read().decode(errors="replace")[-most:]
 
-    # ---- processes --------------------------------------------------------------------------
+    # ---- processes ----
 
     def engine_pids(self) -> list[int]:
         """Its engine processes: children that are not multiprocessing's resource tracker."""
@@ -136,7 +136,7 @@ class Served:
         engines = sum(cpu_s(pid) for pid in self.engine_pids())
         return {"frontend": cpu_s(self.process.pid), "engines": engines}
 
-    # ---- what it says of itself -------------------------------------------------------------
+    # ---- what it says of itself ----
 
     async def metrics(self) -> dict[str, float]:
         """The values of GET /metrics by their bare name, summed over labels."""

@@ -135,7 +135,7 @@ def num_requests(load: Load, rate: float | None, args: argparse.Namespace) -> in
     return max(least, round(count))
 
 
-# ---- the client -----------------------------------------------------------------------------
+# ---- the client ----
 
 
 class Client:

@@ -71,7 +71,7 @@ def main() -> None:
         compare_training(options)
 
 
-# ---- cost -----------------------------------------------------------------------------------
+# ---- cost ----
 
 
 def measure_cost(options: argparse.Namespace, answers: int) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def measure_cost(options: argparse.Namespace, answers: int) -> dict[str, Any]:
     }
 
 
-# ---- training -------------------------------------------------------------------------------
+# ---- training ----
 
 
 def compare_training(options: argparse.Namespace) -> None:

@@ -126,7 +126,7 @@ def is_done(work: Path, job: Job) -> bool:
     return any((_found(work, job.name) / name).exists() for name in ("report.html", NODES_FILE))
 
 
-# ---- one report -----------------------------------------------------------------------------
+# ---- one report ----
 
 
 def merge(work: Path) -> Path:
@@ -235,7 +235,7 @@ def _check_same(what: str, one: Any, other: Any) -> None:
         )
 
 
-# ---- what is carried home -------------------------------------------------------------------
+# ---- what is carried home ----
 
 
 def pack(work: Path, out: Path) -> list[Path]:

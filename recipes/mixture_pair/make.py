@@ -80,7 +80,7 @@ SMALL = Sizes(
 )
 
 
-# ---- text -----------------------------------------------------------------------------------
+# ---- text ----
 
 
 def documents(corpus: Path | None) -> Iterator[dict[str, str]]:
@@ -137,7 +137,7 @@ def prompts(docs: Sequence[dict[str, str]], count: int) -> list[str]:
     return list(found)
 
 
-# ---- commands -------------------------------------------------------------------------------
+# ---- commands ----
 
 
 class Phases:
@@ -281,7 +281,7 @@ def check_pair(phases: Phases, sizes: Sizes, on_gpu: bool) -> None:
     phases.seconds["check"] = round(time.perf_counter() - begun, 1)
 
 
-# ---- figures --------------------------------------------------------------------------------
+# ---- figures ----
 
 
 def figures(folder: Path) -> dict[str, Any]:

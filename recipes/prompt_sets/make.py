@@ -89,7 +89,7 @@ def is_fit_code(passage: Passage) -> bool:
     return passage.kind == "function" and low <= len(passage.code) <= high
 
 
-# ---- what is asked --------------------------------------------------------------------------
+# ---- what is asked ----
 
 
 def summarize(passage: Passage, number: int) -> str:
@@ -169,7 +169,7 @@ def _row(id_: str, category: str, turn: str) -> Row:
     return {"id": id_, "category": category, "turns": [turn]}
 
 
-# ---- long outputs ---------------------------------------------------------------------------
+# ---- long outputs ----
 
 
 def opening(text: str) -> str | None:
@@ -246,7 +246,7 @@ def reasoning_rows(problems: list[str]) -> list[Row]:
     return found
 
 
-# ---- edits and forms ------------------------------------------------------------------------
+# ---- edits and forms ----
 
 
 def edit_rows(problems: Iterable[dict[str, Any]]) -> list[Row]:

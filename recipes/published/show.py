@@ -100,7 +100,7 @@ class Missing:
         return self.sets.get(name, "")
 
 
-# ---- rows -----------------------------------------------------------------------------------
+# ---- rows ----
 
 
 def speed_rows(table: dict[str, Any], file: ThroughputResults, missing: Missing) -> Iterator[Row]:
@@ -174,7 +174,7 @@ def set_title(name: str) -> str:
     return "SPEED-Bench code" if name == CODE_OF_SPEED_BENCH else set_name(name)
 
 
-# ---- measuring ------------------------------------------------------------------------------
+# ---- measuring ----
 
 
 def find_sets(names: Sequence[str], speed_bench: str, folder: Path) -> tuple[list[str], Missing]:
@@ -334,7 +334,7 @@ def throughput(arguments: Sequence[str]) -> dict[str, Any]:
     return json.loads(found[-1].removeprefix("RESULT "))
 
 
-# ---- the table ------------------------------------------------------------------------------
+# ---- the table ----
 
 
 def text(name: str, results: Document, rows: Sequence[Row], engine: str) -> str:

@@ -204,7 +204,7 @@ def _trees(nodes: int) -> list[str]:
     return ["--no-prompt-lookup", "--parallel-drafting-spec", json.dumps({"max_nodes": nodes})]
 
 
-# ---- what was found -------------------------------------------------------------------------
+# ---- what was found ----
 
 
 def collect(plan: Plan) -> dict[str, Any]:
@@ -387,7 +387,7 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").split("\n")[:-1]
 
 
-# ---- the command line -----------------------------------------------------------------------
+# ---- the command line ----
 
 
 def prepare(plan: Plan, target: str | None) -> None:

@@ -191,7 +191,7 @@ def _with_arguments(call: Any) -> Any:
     return call
 
 
-# ---- system messages ----------------------------------------------------------------------------
+# ---- system messages ----
 
 
 def _is_system(message: Mapping[str, Any]) -> bool:
@@ -220,7 +220,7 @@ def _joined(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**messages[0], "content": "\n\n".join(message["content"] for message in messages)}
 
 
-# ---- gpt-oss ------------------------------------------------------------------------------------
+# ---- gpt-oss ----
 
 
 def _in_harmony_form(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

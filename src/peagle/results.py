@@ -149,7 +149,7 @@ class TextFigures(ResultModel):
 _OF_TEXT = {"num_accepted_text_tokens_per_pos", "head_per_pos", "text_per_pos"}
 
 
-# ---- acceptance.json ------------------------------------------------------------------------
+# ---- acceptance.json ----
 
 
 class Slice(TextFigures):
@@ -297,7 +297,7 @@ class AcceptanceResults(Document):
     advice: str = ""
 
 
-# ---- throughput.json ------------------------------------------------------------------------
+# ---- throughput.json ----
 
 
 class Percentiles(ResultModel):
@@ -432,7 +432,7 @@ class ThroughputResults(Document):
         return price * cell.instances if price and cell.instances else None
 
 
-# ---- tune.json ------------------------------------------------------------------------------
+# ---- tune.json ----
 
 
 class TunedExperts(ResultModel):
@@ -533,7 +533,7 @@ class TuneResults(Document):
         return schedule
 
 
-# ---- certificate.json -----------------------------------------------------------------------
+# ---- certificate.json ----
 
 CaseStatus = Literal["passed", "near-ties", "fault", "not applicable"]
 
@@ -712,7 +712,7 @@ def _faults_of(case: CertifiedCase) -> str:
     return "; ".join(found)
 
 
-# ---- reading --------------------------------------------------------------------------------
+# ---- reading ----
 
 AnyDocument = TypeVar("AnyDocument", bound=Document)
 

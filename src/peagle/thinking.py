@@ -131,7 +131,7 @@ class _ChannelSplitter(AnswerSplitter):
         """Settle the text held back at the end of the output."""
 
 
-# ---- gpt-oss -------------------------------------------------------------------------------------
+# ---- gpt-oss ----
 
 _CHANNEL = re.compile(re.escape(f"{SIGN}<|channel|>") + r"\s*(\w*)")
 _RECIPIENT = re.compile(rf"\bto=([^\s{SIGN}]+)")
@@ -239,7 +239,7 @@ class HarmonySplitter(_ChannelSplitter):
         return Piece(text, self._is_reasoning)
 
 
-# ---- Gemma 4 -------------------------------------------------------------------------------------
+# ---- Gemma 4 ----
 
 _NAME = re.compile(r"\s*\w*[ \t]*")  # the first line in a channel
 

@@ -65,7 +65,7 @@ def wide_config(shape: AttentionShape, limits: DeviceLimits) -> PagedAttentionCo
     return PagedAttentionConfig(32, 16, num_splits=3, num_warps=4, num_stages=2)
 
 
-# ---- as the torch backend -------------------------------------------------------------------
+# ---- as the torch backend ----
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -187,7 +187,7 @@ def test_a_model_runs_over_it(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-# ---- refusals -------------------------------------------------------------------------------
+# ---- refusals ----
 
 
 def test_it_is_imported_without_triton() -> None:
@@ -250,7 +250,7 @@ def test_layers_beyond_the_kernels(changes: dict[str, Any], named: tuple[str, ..
         assert text in str(error.value)
 
 
-# ---- what only a card can do ----------------------------------------------------------------
+# ---- what only a card can do ----
 
 
 @pytest.mark.gpu

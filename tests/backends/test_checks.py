@@ -147,7 +147,7 @@ def test_lengths_beyond_training_are_told_of_a_head_without_windows(gpu, tmp_pat
     assert not check_launch(launch, gpu), "vLLM reads the window of the bundled head"
 
 
-# ---- the target -----------------------------------------------------------------------------
+# ---- the target ----
 
 
 def test_head_of_another_target(gpu):
@@ -198,7 +198,7 @@ def test_a_target_that_is_not_here_is_told(gpu, tmp_path, monkeypatch):
     assert "was not checked" in note
 
 
-# ---- groups of the KV cache -----------------------------------------------------------------
+# ---- groups of the KV cache ----
 
 
 def groups_of_vllm(num_full: int, num_sliding: int, num_draft: int, ratio: float) -> int:

@@ -43,7 +43,7 @@ def ask(body: Any, path: str = "/v1/completions", **rules: Any) -> Reply:
     return AsgiClient(Guard(echo, {**RULES, **rules}))("POST", path, JSON, sent)
 
 
-# ---- greedy decoding only ---------------------------------------------------------------------
+# ---- greedy decoding only ----
 
 GREEDY = [
     {"temperature": 0},
@@ -148,7 +148,7 @@ def under(app: Any, root: str) -> Any:
     return told
 
 
-# ---- its own route, and the end of who started it ---------------------------------------------
+# ---- its own route, and the end of who started it ----
 
 
 def test_engine_facts() -> None:
@@ -198,7 +198,7 @@ def test_whose_end_is_waited_for() -> None:
     assert not _is_alive(child.pid)
 
 
-# ---- in an environment without peagle and its packages ----------------------------------------
+# ---- in an environment without peagle and its packages ----
 
 ALONE = """
 import asyncio, importlib, json, os, sys

@@ -85,7 +85,7 @@ def test_versions_not_tested_are_told(version, told):
     assert told in note and bool(note) == bool(told)
 
 
-# ---- security advisories ----------------------------------------------------------------------
+# ---- security advisories ----
 
 
 def note(version: str) -> str:

@@ -150,7 +150,7 @@ def test_workers_of_a_server_that_does_not_end(gpu, monkeypatch):
     wait_for(lambda: all(map(is_gone, pids)))
 
 
-# ---- signals --------------------------------------------------------------------------------
+# ---- signals ----
 
 SCRIPT = """
 import sys

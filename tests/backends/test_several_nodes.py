@@ -34,7 +34,7 @@ def container(stateful_set: dict) -> dict:
     return only
 
 
-# ---- Kubernetes -----------------------------------------------------------------------------
+# ---- Kubernetes ----
 
 
 @pytest.mark.parametrize("version", ["1.27", "1.34"])
@@ -127,7 +127,7 @@ def test_only_its_own_pods_reach_ray():
     check_traffic(policy, among=[{"podSelector": {"matchLabels": LABEL}}])
 
 
-# ---- the script -----------------------------------------------------------------------------
+# ---- the script ----
 
 RAY = '''
 import json, os, sys

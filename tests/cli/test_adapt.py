@@ -263,7 +263,7 @@ def test_a_report_that_finds_no_room_hides_no_result(
     assert "no head was written" in shown.out
 
 
-# ---- a server that takes the head ---------------------------------------------------------------
+# ---- a server that takes the head ----
 
 ADMIN = "b" * 24
 

@@ -124,7 +124,7 @@ def test_show_config_leaves_sampling_to_the_model(peagle: Peagle) -> None:
     assert shown["engine"]["max_num_seqs"] == 1
 
 
-# ---- mistakes before it starts --------------------------------------------------------------
+# ---- mistakes before it starts ----
 
 
 def test_models_without_a_template(chat: Chat, pair: Pair) -> None:
@@ -166,7 +166,7 @@ def test_bad_options(chat: Chat, options: list[str], message: str) -> None:
     assert message in result.err and "Traceback" not in result.err
 
 
-# ---- a terminal -----------------------------------------------------------------------------
+# ---- a terminal ----
 
 
 class Terminal:

@@ -45,7 +45,7 @@ def say(talk: Conversation, text: str) -> str:
     return "".join(piece.text for piece in talk.say(text) if not piece.is_reasoning)
 
 
-# ---- turns ----------------------------------------------------------------------------------
+# ---- turns ----
 
 
 def test_turns_are_those_of_the_library(llm: LLM) -> None:
@@ -107,7 +107,7 @@ def test_a_full_context_is_said_and_keeps_the_conversation(llm: LLM) -> None:
     assert say(talk, "again")
 
 
-# ---- slash commands -------------------------------------------------------------------------
+# ---- slash commands ----
 
 
 def test_undo_and_new(talk: Conversation) -> None:
@@ -175,7 +175,7 @@ def test_bad_commands(talk: Conversation, line: str, problem: str) -> None:
         talk.command(line)
 
 
-# ---- thinking -------------------------------------------------------------------------------
+# ---- thinking ----
 
 
 def parts(text: str, seed: int) -> Iterator[str]:
@@ -287,7 +287,7 @@ def chat(peagle: Peagle, fake: Script, monkeypatch: pytest.MonkeyPatch) -> Chat:
     return talk
 
 
-# ---- what it says ---------------------------------------------------------------------------
+# ---- what it says ----
 
 
 def test_a_conversation(chat: Chat, fake: Script) -> None:
@@ -375,7 +375,7 @@ def test_json_facts(chat: Chat) -> None:
     assert 0 < record["time_to_first_token_s"] <= record["elapsed_s"]
 
 
-# ---- acceptance as it comes -----------------------------------------------------------------
+# ---- acceptance as it comes ----
 
 
 def test_pieces_carry_what_was_accepted(fake: Script) -> None:
@@ -416,7 +416,7 @@ def test_counts_until_the_usage_comes(fake: Script) -> None:
     assert talk.messages[-1] == {"role": "assistant", "content": "def f():"}
 
 
-# ---- stopping -------------------------------------------------------------------------------
+# ---- stopping ----
 
 
 def test_ctrl_c_closes_the_connection_while_the_server_is_silent(fake: Script) -> None:
@@ -440,7 +440,7 @@ def test_a_context_that_is_full(chat: Chat, fake: Script) -> None:
     assert "cut by the server" in chat("x\n").err
 
 
-# ---- what goes wrong ------------------------------------------------------------------------
+# ---- what goes wrong ----
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_commands_take_a_gguf_file(
     assert len(list((tmp_path / "cache").rglob("config.json"))) == 1
 
 
-# ---- compact heads --------------------------------------------------------------------------
+# ---- compact heads ----
 
 
 def test_a_compact_head_and_back(peagle: Peagle, pair: Pair, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def environment_of(plan: dict[str, Any]) -> dict[str, Any]:
     return model["PrimaryContainer"]["Environment"]
 
 
-# ---- help -----------------------------------------------------------------------------------
+# ---- help ----
 
 
 @pytest.mark.parametrize("command", list(SUBCOMMANDS))
@@ -96,7 +96,7 @@ def test_help_lists_the_commands(peagle: Peagle) -> None:
     assert all(name in result.out for name in SUBCOMMANDS)
 
 
-# ---- plan -----------------------------------------------------------------------------------
+# ---- plan ----
 
 
 @pytest.mark.usefixtures("offline")
@@ -270,7 +270,7 @@ def client_models(aws: FakeAws) -> list[dict[str, Any]]:
     return [client.describe_model(ModelName=name) for name in names]
 
 
-# ---- create and update ----------------------------------------------------------------------
+# ---- create and update ----
 
 
 def test_create_update_and_what_they_tell(peagle: Peagle, aws: FakeAws) -> None:

@@ -71,7 +71,7 @@ def run(aws, peagle):
     return call
 
 
-# ---- invoke ---------------------------------------------------------------------------------
+# ---- invoke ----
 
 
 def bodies(aws, *parts: bytes) -> list[dict]:
@@ -189,7 +189,7 @@ def test_a_refusal_of_the_container(aws, run):
     assert "The container answered 400: max_tokens is 0." in result.err
 
 
-# ---- status and logs ------------------------------------------------------------------------
+# ---- status and logs ----
 
 
 def test_status(aws, run):
@@ -244,7 +244,7 @@ def test_logs(aws, run):
     assert "time span" in run("logs", "code", "--since", "soon").err
 
 
-# ---- scale ----------------------------------------------------------------------------------
+# ---- scale ----
 
 
 @pytest.fixture
@@ -365,7 +365,7 @@ def test_every_command_has_help_with_examples(run, command):
     assert f"peagle deploy sagemaker {command}" in result.out.partition("Examples:")[2]
 
 
-# ---- docs/operations.md ---------------------------------------------------------------------
+# ---- docs/operations.md ----
 
 
 def commands_of(text: str) -> list[list[str]]:

@@ -55,7 +55,7 @@ def save_head(folder: Path, target_folder: Path, **options: Any) -> Path:
     return folder
 
 
-# ---- entries --------------------------------------------------------------------------------
+# ---- entries ----
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def test_thinking_needs_a_template(peagle: Peagle, pair: Pair) -> None:
     assert peagle("eval", *pair.options, *SMALL, "--no-thinking").status == 0
 
 
-# ---- kept and taken up ----------------------------------------------------------------------
+# ---- kept and taken up ----
 
 
 @pytest.fixture
@@ -420,7 +420,7 @@ def test_a_damaged_file_is_refused(
     assert (tmp_path / "acceptance.json").read_text() == text
 
 
-# ---- heads ----------------------------------------------------------------------------------
+# ---- heads ----
 
 
 def test_a_head_of_another_target_is_named_before_anything_runs(
@@ -553,7 +553,7 @@ def test_failed_requests_are_counted_and_the_others_stand(peagle: Peagle, tmp_pa
     assert "planned" in result.out
 
 
-# ---- certificate ----------------------------------------------------------------------------
+# ---- certificate ----
 
 
 @pytest.mark.parametrize("passed", [True, False])
@@ -586,7 +586,7 @@ def test_the_certificate_decides_the_status(
     assert json.loads((tmp_path / "certificate.json").read_text())["passed"] == passed
 
 
-# ---- mistakes -------------------------------------------------------------------------------
+# ---- mistakes ----
 
 
 @pytest.mark.parametrize(

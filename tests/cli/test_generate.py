@@ -46,7 +46,7 @@ def prompt_file(tmp_path: Path) -> Path:
     return path
 
 
-# ---- output ---------------------------------------------------------------------------------
+# ---- output ----
 
 
 def test_json_has_exactly_the_promised_fields(peagle: Peagle, pair: Pair) -> None:
@@ -164,7 +164,7 @@ def test_an_fp8_kv_cache(peagle: Peagle, pair: Pair) -> None:
     assert "KV cache" not in peagle(*call).err
 
 
-# ---- bad input ------------------------------------------------------------------------------
+# ---- bad input ----
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def text_of(files: dict[str, bytes]) -> str:
     return files["README.md"].decode()
 
 
-# ---- a dry run ------------------------------------------------------------------------------
+# ---- a dry run ----
 
 
 def test_a_dry_run_shows_everything_and_connects_to_nothing(
@@ -132,7 +132,7 @@ def test_a_correction_is_checked_as_loading_does(peagle: Peagle, head: Path) -> 
     assert result.out == "" and f"{str(path)!r} is not readable" in result.err
 
 
-# ---- an upload ------------------------------------------------------------------------------
+# ---- an upload ----
 
 
 @pytest.mark.parametrize("style", ["vllm", "speculators"])
@@ -239,7 +239,7 @@ def test_a_card_of_the_users_is_kept(peagle: Peagle, hub: FakeHub, head: Path) -
     assert bare.status == 2 and "the metadata is missing" in bare.err and "mend them" in bare.err
 
 
-# ---- failures -------------------------------------------------------------------------------
+# ---- failures ----
 
 
 def hide(hub: FakeHub) -> None:

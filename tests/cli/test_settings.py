@@ -73,7 +73,7 @@ def settings(result: Result) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-# ---- layers ---------------------------------------------------------------------------------
+# ---- layers ----
 
 
 def test_the_higher_layer_wins(peagle: Peagle, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ def test_a_run_uses_what_is_shown(
     assert "expected at most 63" in result.err
 
 
-# ---- mistakes -------------------------------------------------------------------------------
+# ---- mistakes ----
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_bad_variables(
     assert message in result.err
 
 
-# ---- models from the hub --------------------------------------------------------------------
+# ---- models from the hub ----
 
 
 @pytest.fixture
@@ -455,7 +455,7 @@ def shown(result: Result, section: str = "sampling") -> dict[str, Any]:
     return without_defaults(section, json.loads(result.out)[section])
 
 
-# ---- what is set ----------------------------------------------------------------------------
+# ---- what is set ----
 
 
 @pytest.mark.parametrize(
@@ -582,7 +582,7 @@ def test_a_file_and_a_variable_set_them_too(
     }
 
 
-# ---- several outputs ------------------------------------------------------------------------
+# ---- several outputs ----
 
 
 class Output:
@@ -622,7 +622,7 @@ def test_outputs_are_printed_in_order(
         assert records == [{"id": id, "index": i, "text": texts[id, i]} for id, i in expected]
 
 
-# ---- mistakes -------------------------------------------------------------------------------
+# ---- mistakes ----
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def text(content: str, reason: str | None = None) -> dict[str, Any]:
     return {"choices": [{"index": 0, "text": content, "finish_reason": reason}]}
 
 
-# ---- recorded streams -----------------------------------------------------------------------
+# ---- recorded streams ----
 
 
 def test_every_recorded_stream_is_tried() -> None:
@@ -79,7 +79,7 @@ def test_a_report_marks_the_accepted_tokens() -> None:
     assert found[2].report == DraftReport((("�", True), (" ", False)), 7, 1)
 
 
-# ---- bytes ----------------------------------------------------------------------------------
+# ---- bytes ----
 
 
 @given(streams, st.data())
@@ -159,7 +159,7 @@ def test_an_event_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch, lin
         reader.feed(b"3456")
 
 
-# ---- ends -----------------------------------------------------------------------------------
+# ---- ends ----
 
 
 def test_an_answer_ends_by_done_or_by_the_end_of_all_its_choices() -> None:
@@ -185,7 +185,7 @@ def test_nothing_behind_done_is_read() -> None:
     assert [event.choices[0].text for event in found] == ["a"] and answer.is_done
 
 
-# ---- events ---------------------------------------------------------------------------------
+# ---- events ----
 
 
 def test_usage_may_lack_everything() -> None:
@@ -243,7 +243,7 @@ def test_events_of_another_kind_come_behind_those_before(body: str, is_object: b
         read_whole(body.encode())
 
 
-# ---- whole answers --------------------------------------------------------------------------
+# ---- whole answers ----
 
 
 def test_whole_answers() -> None:

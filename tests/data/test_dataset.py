@@ -139,7 +139,7 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         ResponseDataset.load(*read, tokenizer_sha256="2" * 64)
 
 
-# ---- folders and tables ---------------------------------------------------------------------
+# ---- folders and tables ----
 
 
 CHAT = [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "yes é"}]
@@ -166,7 +166,7 @@ def touch(folder: Path, *names: str) -> Path:
     return folder
 
 
-# ---- places, without any package ------------------------------------------------------------
+# ---- places, without any package ----
 
 HUB = ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet")
 
@@ -294,7 +294,7 @@ def test_what_stands_beside_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         prepare([Path(".")], SampleMaker(None), Limits(VOCAB_SIZE), "f")
 
 
-# ---- lines ----------------------------------------------------------------------------------
+# ---- lines ----
 
 
 def test_a_byte_order_mark_and_carriage_returns_are_no_content(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         list(read_records(path))
 
 
-# ---- what inspect and prepare say -----------------------------------------------------------
+# ---- what inspect and prepare say ----
 
 
 def test_data_of_which_nothing_is_supervised(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_tokenizers_are_not_mixed(tmp_path: Path) -> None:
         look(files[1], fingerprint="ours")
 
 
-# ---- Parquet --------------------------------------------------------------------------------
+# ---- Parquet ----
 
 
 def parquet(path: Path, rows: list[Any], **options: Any) -> Path:
@@ -499,7 +499,7 @@ def test_parquet_is_not_read_at_once(tmp_path: Path) -> None:
     assert count == 5000 and peak < 4e6 < 5000 * 4000
 
 
-# ---- datasets -------------------------------------------------------------------------------
+# ---- datasets ----
 
 
 @pytest.fixture

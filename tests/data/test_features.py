@@ -38,7 +38,7 @@ from peagle.models.target_ends import TargetEnds
 from tests.conftest import make_target_folder
 from tests.data.files import AUX, RARE, SMALL, H, files_of, make_dataset, writer_of, written
 
-# ---- reading --------------------------------------------------------------------------------
+# ---- reading ----
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ PACKED = [
 ]
 
 
-# ---- what is read is what was said ----------------------------------------------------------
+# ---- what is read is what was said ----
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
@@ -165,7 +165,7 @@ def test_pinned_states_are_the_same(
     assert torch.equal(found.features_BNA, expected.features_BNA)
 
 
-# ---- float8 ---------------------------------------------------------------------------------
+# ---- float8 ----
 
 
 def decoded(values_TA: Tensor, scales_TA: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def test_float8_is_within_the_bound_of_its_format() -> None:
         assert not bool(quantize_features(x, 3)[1].isfinite()[7, 0])
 
 
-# ---- what does not belong together ----------------------------------------------------------
+# ---- what does not belong together ----
 
 
 def test_other_data_is_refused(
@@ -280,7 +280,7 @@ def test_shards_of_another_store_are_refused(
         FeatureStore.open(tmp_path / "a", dataset, model, AUX)
 
 
-# ---- damage ---------------------------------------------------------------------------------
+# ---- damage ----
 
 
 def test_a_truncated_shard_is_named(
@@ -359,10 +359,10 @@ def test_indices_that_cannot_be_read_are_named(
         Index.read(tmp_path)
 
 
-# ---- writing --------------------------------------------------------------------------------
+# ---- writing ----
 
 
-# ---- files ----------------------------------------------------------------------------------
+# ---- files ----
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
@@ -508,7 +508,7 @@ def test_one_process_writes_at_a_time(
     writer.write(model, 1)
 
 
-# ---- disk -----------------------------------------------------------------------------------
+# ---- disk ----
 
 
 def test_too_small_a_cap_is_refused_before_anything_is_written(
@@ -541,7 +541,7 @@ def test_too_full_a_disk_is_refused_before_anything_is_written(
     assert asked == [tmp_path] and not (tmp_path / "new").exists()
 
 
-# ---- broken targets -------------------------------------------------------------------------
+# ---- broken targets ----
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])

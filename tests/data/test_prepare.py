@@ -50,7 +50,7 @@ def tokens(text: str) -> list[int]:
     return ids
 
 
-# ---- templates, and what they must come to, written in Python -------------------------------
+# ---- templates, and what they must come to, written in Python ----
 
 # Adds a newline behind the end of a turn, which no model writes.
 ADDS = (
@@ -292,7 +292,7 @@ def test_sharegpt_is_read_as_messages() -> None:
     )
 
 
-# ---- tools ----------------------------------------------------------------------------------
+# ---- tools ----
 
 # Tools and calls as JSON; a thinking mode puts reasoning, if empty, before each newest answer.
 CALLS = (
@@ -396,7 +396,7 @@ def test_prompts_are_those_that_a_server_computes(tmp_path: Path) -> None:
         assert [prompt for prompt, _ in made(one, **row)] == wanted, row
 
 
-# ---- thinking and weights -------------------------------------------------------------------
+# ---- thinking and weights ----
 
 
 def test_an_empty_block_of_the_template_is_not_supervised() -> None:
@@ -453,7 +453,7 @@ def test_answers_before_what_is_no_text_are_samples() -> None:
     assert isinstance(why, Dropped) and "image_url" in why.detail
 
 
-# ---- whole files ----------------------------------------------------------------------------
+# ---- whole files ----
 
 LETTERS = st.text("ab", min_size=1, max_size=3)
 

@@ -55,7 +55,7 @@ def why(**data: Any) -> str:
     return f"{found.reason}: {found.detail}"
 
 
-# ---- tools and calls ------------------------------------------------------------------------
+# ---- tools and calls ----
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_messages_that_are_none_are_named(message: Any, message_of_error: str) -
     assert f"{error.value.why.reason}: {error.value.why.detail}".startswith(message_of_error)
 
 
-# ---- nulls ----------------------------------------------------------------------------------
+# ---- nulls ----
 
 
 def tool_row(name: str, key: str, **more: Any) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def test_json_columns_of_datasets_keep_their_nulls(tmp_path: Path) -> None:
     assert next(iter(read_records(tmp_path / "a"))).data["tools"] == tools[0]
 
 
-# ---- system prompts, texts and weights ------------------------------------------------------
+# ---- system prompts, texts and weights ----
 
 SYSTEM = {"role": "system", "content": "s"}
 
@@ -261,7 +261,7 @@ def test_weights_are_beside_the_messages() -> None:
     assert found.messages == [USER, ANSWER] and found.weights == [1, 0]
 
 
-# ---- what is asked --------------------------------------------------------------------------
+# ---- what is asked ----
 
 
 def test_results_stay_behind_the_answers_that_they_belong_to() -> None:

@@ -286,7 +286,7 @@ def test_prompts_in_every_form(data: dict, expected: AskedConversation) -> None:
     assert dialogue_of(Record(data, 7, "here")) == expected
 
 
-# ---- tools ----------------------------------------------------------------------------------
+# ---- tools ----
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 RECORDED = {"name": "f", "arguments": {"x": "é"}}
@@ -363,7 +363,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     assert progress.details["there is no prompt"] == "line 1"
 
 
-# ---- by an engine in this process -----------------------------------------------------------
+# ---- by an engine in this process ----
 
 PARAMS = SamplingParams(max_tokens=8, temperature=1.0)
 
@@ -518,7 +518,7 @@ def test_calls_between_special_tokens(
     assert other == content and [call["function"] for call in calls] == [function]
 
 
-# ---- by an endpoint -------------------------------------------------------------------------
+# ---- by an endpoint ----
 
 
 class Endpoint:

@@ -205,7 +205,7 @@ def test_a_target_that_writes_nothing_of_use_is_given_up(tmp_path: Path) -> None
     assert "Of 200 samples 1 were kept (199 × a near-duplicate of an earlier" in message
 
 
-# ---- a real target --------------------------------------------------------------------------
+# ---- a real target ----
 
 PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
 

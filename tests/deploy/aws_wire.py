@@ -67,7 +67,7 @@ def service_model(service: str) -> ServiceModel:
     return ServiceModel(create_loader().load_service_model(service, "service-2"), service)
 
 
-# ---- reading requests -----------------------------------------------------------------------
+# ---- reading requests ----
 
 
 def read_request(environ: dict[str, Any], body: bytes) -> Request:
@@ -242,7 +242,7 @@ def _from_xml(shape: Any, node: ElementTree.Element) -> Any:
     return found
 
 
-# ---- answers --------------------------------------------------------------------------------
+# ---- answers ----
 
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -278,7 +278,7 @@ def _cbor_map(values: dict[str, str]) -> bytes:
     return bytes([0xA0 | len(values)]) + pairs
 
 
-# ---- event streams --------------------------------------------------------------------------
+# ---- event streams ----
 
 
 def frame(headers: dict[str, str], payload: bytes) -> bytes:

@@ -63,7 +63,7 @@ class ContainerHost:
             process.kill()
             process.communicate()
 
-    # ---- a container ----------------------------------------------------------------------
+    # ---- a container ----
 
     def _start(self, container: Mapping[str, Any], config: str) -> tuple[WarmProcess, int]:
         folder = self._folder / config

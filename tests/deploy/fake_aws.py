@@ -201,7 +201,7 @@ class FakeAws:
         self.endpoints = FakeEndpoints(ACCOUNT, REGION)
         self.stacks = FakeStacks(self.clock, ACCOUNT, REGION, self.endpoints, **self._durations)
 
-    # ---- what tests use -----------------------------------------------------------------
+    # ---- what tests use ----
 
     def fail(self, kind: str, operation: str | None = None, **options: Any) -> Fault:
         """Let calls fail; see Fault."""
@@ -253,7 +253,7 @@ class FakeAws:
         keys = s3_backends[ACCOUNT]["aws"].buckets[bucket].keys
         return {k.removeprefix(prefix): v.value for k, v in keys.items() if k.startswith(prefix)}
 
-    # ---- the server ---------------------------------------------------------------------
+    # ---- the server ----
 
     def __enter__(self) -> FakeAws:
         self._server = make_server("127.0.0.1", 0, self, True, request_handler=_Handler)

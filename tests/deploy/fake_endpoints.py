@@ -84,7 +84,7 @@ class FakeEndpoints:
     def _refuse(self, request: Request, message: str, code: str = "ValidationException") -> Answer:
         return error_answer(request, code, message)
 
-    # ---- invocations ----------------------------------------------------------------------
+    # ---- invocations ----
 
     def _InvokeEndpoint(self, request: Request, moto: Any) -> Any:
         return self._invoke(request, streams=False)

@@ -88,7 +88,7 @@ class FakeStacks:
             self._event(stack, resource, status.replace("UPDATE_ROLLBACK", "UPDATE"), reason)
         stack._add_stack_event(status)
 
-    # ---- answers --------------------------------------------------------------------------
+    # ---- answers ----
 
     def answer(self, request: Request, moto: Callable[[], Answer]) -> Any:
         """What AWS answers; `moto()` asks moto."""

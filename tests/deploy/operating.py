@@ -72,7 +72,7 @@ def put_log(aws: FakeAws, stream: str, *lines: tuple[datetime, str]) -> None:
     client.put_log_events(logGroupName=group, logStreamName=stream, logEvents=events)
 
 
-# ---- what containers answer -----------------------------------------------------------------
+# ---- what containers answer ----
 
 REPORT = {"num_drafts": 2, "num_accepted_tokens": 3, "acceptance_length": 2.5}
 USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "speculation": REPORT}
@@ -100,7 +100,7 @@ STREAM = events(
 )
 
 
-# ---- what vLLM logs -------------------------------------------------------------------------
+# ---- what vLLM logs ----
 
 # As SpecDecodingLogging.log of vLLM 0.32 writes it, behind the prefix of its logger.
 VLLM_LINE = (

@@ -33,7 +33,7 @@ def _no_configuration(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-# ---- clients ----------------------------------------------------------------------------------
+# ---- clients ----
 
 
 def test_no_region():
@@ -138,7 +138,7 @@ def test_silent_server(aws, monkeypatch):
     assert "AWS gave no answer" in str(explain(caught.value))
 
 
-# ---- errors -----------------------------------------------------------------------------------
+# ---- errors ----
 
 
 def error(kind: str, operation: str = "CreateEndpoint", retries: int = 0) -> ClientError:

@@ -60,7 +60,7 @@ def write(path: Path, name: str = "mine", **changes: Any) -> Path:
     return path
 
 
-# ---- the package's --------------------------------------------------------------------------
+# ---- the package's ----
 
 
 def test_the_package_has_the_five_models_and_one_in_two_precisions():
@@ -127,7 +127,7 @@ def test_the_heads_and_their_k():
     }
 
 
-# ---- the user's -----------------------------------------------------------------------------
+# ---- the user's ----
 
 
 def test_files_of_the_user_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -252,7 +252,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load_catalog()
 
 
-# ---- TOML -----------------------------------------------------------------------------------
+# ---- TOML ----
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 _LAYERS = st.fixed_dictionaries(
@@ -291,7 +291,7 @@ def test_entries_of_the_package_are_written_and_read_again(name: str):
     assert parse_catalog(to_toml(entry), PACKAGED) == [entry]
 
 
-# ---- names ----------------------------------------------------------------------------------
+# ---- names ----
 
 OURS = {name: load_catalog()[name] for name in NAMES}
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789-."
@@ -335,7 +335,7 @@ def test_aliases_and_parts_of_names():
     assert lookup("llama", entries) is None
 
 
-# ---- memory ---------------------------------------------------------------------------------
+# ---- memory ----
 
 
 def test_sizes_of_what_is_deployed(tmp_path: Path):

@@ -31,7 +31,7 @@ HEAD_IN_S3 = ModelSource("s3", "s3://bucket/model/draft/")
 CONFIG = {"method": "eagle3", "num_speculative_tokens": 7, "parallel_drafting": True}
 
 
-# ---- images and hosts -----------------------------------------------------------------------
+# ---- images and hosts ----
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_our_own_image_must_be_named() -> None:
         choose_image("managed", "two words", "")
 
 
-# ---- the environment, and its reader --------------------------------------------------------
+# ---- the environment, and its reader ----
 
 
 def read(variables: dict[str, str]) -> dict[str, tuple[str, ...] | None]:

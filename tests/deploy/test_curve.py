@@ -9,7 +9,7 @@ from peagle.deploy import curve
 from peagle.deploy.curve import Bounds, Curve, CurvePoint, capacity, read_curves
 from peagle.errors import UserError
 
-# ---- the rule -------------------------------------------------------------------------------
+# ---- the rule ----
 
 
 def test_a_curve_ends_where_drafts_no_longer_pay(tmp_path):
@@ -97,7 +97,7 @@ def test_requests_a_minute(tmp_path):
         tuned.target("invocations")
 
 
-# ---- bad files ------------------------------------------------------------------------------
+# ---- bad files ----
 
 
 def test_what_was_not_measured_as_it_is_deployed(tmp_path):

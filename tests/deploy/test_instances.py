@@ -40,7 +40,7 @@ from tests.engine.engines import TREES, config_of, make_llm
 botocore = pytest.importorskip("botocore.session")
 
 
-# ---- the table ------------------------------------------------------------------------------
+# ---- the table ----
 
 
 def hosted() -> set[str]:
@@ -97,7 +97,7 @@ def test_a_size_that_is_not_known_passes_with_a_warning():
         assert require_fits("ml.g5.xlarge", None, {}) is INSTANCE_TYPES["ml.g5.xlarge"]
 
 
-# ---- whether it fits ------------------------------------------------------------------------
+# ---- whether it fits ----
 
 
 def needed(weights_gib: float, precision: str = "bf16", **changes: Any) -> MemoryNeeded:
@@ -227,7 +227,7 @@ def test_the_smallest_of_each_family_are_named(weights, kv, heads, precision, ut
                     require_fits(name, wanted, flags)
 
 
-# ---- memory ---------------------------------------------------------------------------------
+# ---- memory ----
 
 _TINY: dict[str, Any] = {
     "vocab_size": 64,

@@ -45,7 +45,7 @@ def ask(
     return answer, found, text
 
 
-# ---- streams --------------------------------------------------------------------------------
+# ---- streams ----
 
 
 class CutClient:
@@ -210,7 +210,7 @@ def test_a_line_without_end_is_refused(aws, runtime, monkeypatch):
         ask(runtime)
 
 
-# ---- whole answers --------------------------------------------------------------------------
+# ---- whole answers ----
 
 
 def test_a_whole_answer(aws, runtime):

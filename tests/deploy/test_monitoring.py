@@ -69,7 +69,7 @@ def test_nothing_drafted_is_not_an_acceptance_of_one():
     assert monitoring.from_sums({"NumDrafts": 0, "NumAcceptedTokens": 0}) is None
 
 
-# ---- what is expected -----------------------------------------------------------------------
+# ---- what is expected ----
 
 
 def entry(k: int, length: float, temperature: float = 0.0) -> dict:
@@ -156,7 +156,7 @@ def test_drift_by_position():
     assert not monitoring.drift(few, expected).is_drift
 
 
-# ---- the container's configuration ----------------------------------------------------------
+# ---- the container's configuration ----
 
 
 def test_the_speculative_configuration_of_a_container():

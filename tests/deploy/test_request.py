@@ -63,7 +63,7 @@ def refused(model: str, **options: Any) -> str:
     return str(caught.value)
 
 
-# ---- create ---------------------------------------------------------------------------------
+# ---- create ----
 
 
 def test_one_click() -> None:
@@ -408,7 +408,7 @@ def test_names_are_made_of_models(name: str, tmp_path: Path) -> None:
     assert check_endpoint_name(made(str(folder), **options).endpoint_name)
 
 
-# ---- update ---------------------------------------------------------------------------------
+# ---- update ----
 
 
 def changed(base: Deployment, model: str = "", **options: Any) -> Deployment:
@@ -577,7 +577,7 @@ def test_uploads_that_are_no_longer_read_are_forgotten() -> None:
     assert found.uploads == old[:1]
 
 
-# ---- sizes of models on the hub -------------------------------------------------------------
+# ---- sizes of models on the hub ----
 
 
 @pytest.mark.parametrize(

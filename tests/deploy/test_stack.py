@@ -59,7 +59,7 @@ def running(aws: FakeAws) -> dict[str, str]:
     return dict(aws.endpoints.container(NAME)["Environment"])
 
 
-# ---- what goes well -------------------------------------------------------------------------
+# ---- what goes well ----
 
 
 def test_create_update_and_delete(aws: FakeAws, clients: Clients, deployment: Deployment) -> None:
@@ -145,7 +145,7 @@ def test_a_template_that_cloudformation_refuses(
     assert aws.holdings() == set()
 
 
-# ---- what fails -----------------------------------------------------------------------------
+# ---- what fails ----
 
 REASON = "The primary container did not pass the ping health check."
 
@@ -261,7 +261,7 @@ def test_files_that_cannot_be_deleted_are_listed(
     assert "denied" in one.reason
 
 
-# ---- the fault matrix -----------------------------------------------------------------------
+# ---- the fault matrix ----
 
 CREATE_CALLS = ("PutObject", "CreateChangeSet", "DescribeChangeSet", "ExecuteChangeSet")
 KINDS = ("access denied", "throttling", "internal", "time-out before")
@@ -366,7 +366,7 @@ def test_ctrl_c_takes_an_update_back(
     assert aws.stacks.status(STACK) == "UPDATE_ROLLBACK_COMPLETE"
 
 
-# ---- endpoints of others --------------------------------------------------------------------
+# ---- endpoints of others ----
 
 
 def test_a_name_that_is_taken(aws: FakeAws, clients: Clients, deployment: Deployment) -> None:

@@ -50,7 +50,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text() for path in found}
 
 
-# ---- references from the source -------------------------------------------------------------
+# ---- references from the source ----
 
 
 def commands(command: Any, path: str) -> list[tuple[str, Any]]:
@@ -125,7 +125,7 @@ def test_references_load_no_torch() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"False\n"
 
 
-# ---- links and navigation -------------------------------------------------------------------
+# ---- links and navigation ----
 
 
 def test_the_navigation_names_every_page(pages: dict[str, str]) -> None:
@@ -170,7 +170,7 @@ def test_the_address_is_that_of_the_running_workflow() -> None:
     assert repository_address({}) is None
 
 
-# ---- problems -------------------------------------------------------------------------------
+# ---- problems ----
 
 PROBLEMS = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "problems.md").read_text(), re.MULTILINE)
 
@@ -200,7 +200,7 @@ def test_there_are_problems() -> None:
     assert len(PROBLEMS) >= 30 and not any("no such message" in message for message in messages())
 
 
-# ---- glossary and coming from ---------------------------------------------------------------
+# ---- glossary and coming from ----
 
 GLOSSARY = [
     line.strip("|").split("|")

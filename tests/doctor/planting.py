@@ -214,7 +214,7 @@ def without_fingerprint(folder: Path) -> None:
     edit_config(folder, peagle=None)
 
 
-# ---- targets that are not the head's ------------------------------------------------------------
+# ---- targets that are not the head's ----
 
 
 def turn_target(source: Path, folder: Path) -> Path:
@@ -248,7 +248,7 @@ def scramble_tokenizer(source: Path, folder: Path) -> Path:
     return folder
 
 
-# ---- serving sides that report little, or run a healthy head wrongly ----------------------------
+# ---- serving sides that report little, or run a healthy head wrongly ----
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def fit(outcomes: Iterable[Output], expected: Mapping[Output, float]) -> float:
     return float(stats.chisquare(seen, awaited).pvalue)
 
 
-# --- drafts that are often right ------------------------------------------------------------------
+# --- drafts that are often right ---
 
 Choose = Callable[[tuple[int, ...]], int | None]
 """The token that is right after some tokens; None where nothing can follow."""

@@ -57,7 +57,7 @@ class Request:
         return len(self.output_token_ids)
 
 
-# --- the toy world -------------------------------------------------------------------------------
+# --- the toy world ---
 
 
 def _dice(what: str, request: Request, context: Sequence[int]) -> random.Random:
@@ -123,7 +123,7 @@ def packed(rows: Sequence[Rows]) -> tuple[Tensor, Tensor]:
     return logits, torch.tensor([[token in s for token in range(VOCAB)] for s in sets])
 
 
-# --- the reference -------------------------------------------------------------------------------
+# --- the reference ---
 
 
 def processed(

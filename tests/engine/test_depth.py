@@ -146,7 +146,7 @@ class Card:
         return most
 
 
-# ---- against every fixed K ------------------------------------------------------------------
+# ---- against every fixed K ----
 
 
 @pytest.mark.slow
@@ -285,7 +285,7 @@ def test_prompts_in_every_step(head: str, load: int) -> None:
     assert card.run(load, 1000) >= 0.98 * card.best(load)
 
 
-# ---- changes --------------------------------------------------------------------------------
+# ---- changes ----
 
 
 @pytest.mark.parametrize("head", ["great", "good", "bad"])
@@ -394,7 +394,7 @@ def test_a_load_that_swings_costs_little(loads: tuple[int, int], period: int) ->
     assert efficiency(card) >= 0.95 * max(map(efficiency, fixed))
 
 
-# ---- whatever it is told --------------------------------------------------------------------
+# ---- whatever it is told ----
 
 
 @pytest.mark.slow
@@ -425,7 +425,7 @@ def test_the_same_observations_give_the_same_choices() -> None:
     assert len(set(first.ks)) > 1
 
 
-# ---- the parts ------------------------------------------------------------------------------
+# ---- the parts ----
 
 
 def test_few_numbers_of_target_rows_are_compiled() -> None:
@@ -562,7 +562,7 @@ def test_a_busy_device_says_little_of_the_host() -> None:
     assert costs(8, 1) == TABLE[8, 1] * (1 - TABLE_ERROR)
 
 
-# ---- who gets it ----------------------------------------------------------------------------
+# ---- who gets it ----
 
 
 def test_which_configurations_choose_k() -> None:

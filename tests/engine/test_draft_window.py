@@ -99,7 +99,7 @@ def test_the_bundled_head_drafts_on_beyond_the_lengths_of_its_training() -> None
     assert found[None] > 1.5 * found[0], found
 
 
-# ---- windows of config.json ------------------------------------------------------------------
+# ---- windows of config.json ----
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_captured_steps_keep_the_windows(
     assert found[0] != found[2]
 
 
-# ---- prompts that are longer than the window ------------------------------------------------
+# ---- prompts that are longer than the window ----
 
 WINDOW, LONG = 8, PROMPTS[3]
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)

@@ -52,7 +52,7 @@ def make(target: Path, head: Path, *, eager: bool, first: Any = 1.0, **options: 
     )
 
 
-# ---- the distribution ------------------------------------------------------------------------
+# ---- the distribution ----
 
 PROMPT = (1, 1, 3, 1, 3, 3, 3)
 
@@ -183,7 +183,7 @@ def test_a_wrong_rule_is_noticed(
     assert fit_of(world) < 1e-4
 
 
-# ---- captured steps --------------------------------------------------------------------------
+# ---- captured steps ----
 
 HOT = SamplingParams(max_tokens=6, temperature=1.5, ignore_eos=True)
 PARAMS = [
@@ -297,7 +297,7 @@ def test_the_load_cuts_trees(target_folder: Path, head: Path) -> None:
     assert min(counts[True] - {0}) >= 1 and max(counts[False]) >= 2
 
 
-# ---- the configuration -----------------------------------------------------------------------
+# ---- the configuration ----
 
 
 @pytest.mark.parametrize("first", [0.9, 0, None, "never"])

@@ -28,7 +28,7 @@ from tests.engine.engines import (
 KINDS = pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
 
 
-# ---- each request its own K, and changes of it ----------------------------------------------
+# ---- each request its own K, and changes of it ----
 
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
 
@@ -56,7 +56,7 @@ def test_requests_of_one_batch_may_draft_differently(
         assert output.stats == own[0].stats, "as if it were alone"
 
 
-# ---- holes in the drafter's KV --------------------------------------------------------------
+# ---- holes in the drafter's KV ----
 
 
 def switch_off(llm: LLM, first: int, last: int) -> Callable[[int, list[Sequence]], None]:
@@ -174,7 +174,7 @@ def test_blocks_with_holes_are_not_shared(
         assert again.num_cached_tokens > len(prompt), "a closed hole is shared"
 
 
-# ---- how far a head drafts ------------------------------------------------------------------
+# ---- how far a head drafts ----
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_drafting_stops_beyond_the_heads_length(
     assert again == plain_outputs(target_folder)
 
 
-# ---- drafts whatever the schedule -----------------------------------------------------------
+# ---- drafts whatever the schedule ----
 
 
 @cache
@@ -290,7 +290,7 @@ def test_a_request_that_ends_leaves_its_neighbours_drafts_alone(
         assert drafts_of_the_first(prompts, shorter) == alone
 
 
-# ---- counters -------------------------------------------------------------------------------
+# ---- counters ----
 
 
 @pytest.mark.parametrize("num_right", [0, 2, K])

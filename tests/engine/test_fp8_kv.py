@@ -132,7 +132,7 @@ def test_drafts_of_the_bundled_pair_change_no_output(dtype: torch.dtype, head: P
     assert ids[0] == ids[1]
 
 
-# ---- passes without a cache -----------------------------------------------------------------
+# ---- passes without a cache ----
 
 
 def test_features_are_those_of_the_engine(scaled_folder: Path, heads: dict[bool, Path]) -> None:
@@ -170,7 +170,7 @@ def batch_of(tokens_BN: Tensor) -> Any:
     return Batch(tokens_BN, zeros, zeros - 1, places, 1, 0, rows)
 
 
-# ---- blocks, memory, identity ---------------------------------------------------------------
+# ---- blocks, memory, identity ----
 
 
 def test_blocks_of_another_type_or_other_scales_have_another_hash(

@@ -204,7 +204,7 @@ def test_which_prompts_do_not_wait(change: str) -> None:
         assert len(made.schedule().admitted) == 1 and not made.is_holding
 
 
-# ---- in an engine ---------------------------------------------------------------------------
+# ---- in an engine ----
 
 PARAMS = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (5, 14, 9, 6, 12, 7, 4) * 2]
 

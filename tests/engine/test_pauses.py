@@ -32,7 +32,7 @@ def scheduled(config: dict[str, Any] | None, schedule: Any = SCHEDULE) -> dict[s
     return {**config, "num_speculative_tokens_per_batch_size": schedule}
 
 
-# ---- when K changes -------------------------------------------------------------------------
+# ---- when K changes ----
 
 
 @given(loads=st.lists(st.integers(0, 6), max_size=60))
@@ -58,7 +58,7 @@ def test_every_bucket_has_a_graph_without_drafts_if_one_has() -> None:
     assert graph_sizes(2, lambda n: {0}) == [(1, 0), (2, 0)]
 
 
-# ---- the engine that launches kernel by kernel ----------------------------------------------
+# ---- the engine that launches kernel by kernel ----
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_the_head_times_its_reading_and_changes_nothing(
     assert found == expected
 
 
-# ---- rings in one tensor --------------------------------------------------------------------
+# ---- rings in one tensor ----
 
 
 def test_rings_of_a_reserved_store_are_handed_out_and_taken_back() -> None:
@@ -169,7 +169,7 @@ def test_rings_of_a_reserved_store_are_handed_out_and_taken_back() -> None:
     assert (again.first, again.end) == (9, 9 + FEATURES_KEPT)
 
 
-# ---- captured steps; on a CPU they run as they are, under Triton's interpreter --------------
+# ---- captured steps; on a CPU they run as they are, under Triton's interpreter ----
 
 NO_INTERPRETER = os.environ.get("TRITON_INTERPRET") != "1"
 INTERPRETED = pytest.mark.skipif(NO_INTERPRETER, reason="needs the interpreter")
@@ -267,7 +267,7 @@ def test_a_sequence_that_has_no_drafts_yet_says_nothing_of_acceptance(
     assert sum(running for _, running in counted) == num_steps + len(outputs)
 
 
-# ---- K by load ------------------------------------------------------------------------------
+# ---- K by load ----
 
 # A schedule, and K by the number of sequences that run.
 BY_LOAD = {
@@ -314,7 +314,7 @@ def test_depth_follows_the_load(
         assert most == {1: 4, 4: k_of[4]}
 
 
-# ---- one ring -------------------------------------------------------------------------------
+# ---- one ring ----
 
 
 @given(

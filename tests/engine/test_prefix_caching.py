@@ -38,7 +38,7 @@ def facts(output: RequestOutput) -> tuple[Any, ...]:
     return output.token_ids, output.text, output.finish_reason, output.stats
 
 
-# ---- a conversation with the bundled pair ---------------------------------------------------
+# ---- a conversation with the bundled pair ----
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_the_second_turn_computes_little(bundled_target: TargetModel, head: Path
     assert alone.stats.num_cached_tokens == 0
 
 
-# ---- many conversations, little room --------------------------------------------------------
+# ---- many conversations, little room ----
 
 WAYS = ["plain", "eagle3", "peagle", "peagle probabilistic", "trees", "ngram"]
 

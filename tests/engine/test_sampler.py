@@ -164,7 +164,7 @@ def test_synthetic_acceptance(temperature: float, drafting: str) -> None:
     assert seen == {0, 1, 2, 3, 4}
 
 
-# --- what it keeps -------------------------------------------------------------------------------
+# --- what it keeps ---
 
 PENALTY = SamplingParams(frequency_penalty=1.0)
 

@@ -492,7 +492,7 @@ def test_k_by_itself_changes_in_these_schedules(
     assert any(accepted for *_, accepted in told)
 
 
-# ---- the machine notices what it is there for --------------------------------------------------
+# ---- the machine notices what it is there for ----
 
 
 def hash_of_the_block_alone(self: BlockManager, sequence: Sequence, index: int) -> bytes:

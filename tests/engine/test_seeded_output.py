@@ -141,7 +141,7 @@ def test_rejection_sampling_would_be_noticed(
     assert [o.token_ids for o in llm.generate(PROMPTS, requests)] != plain
 
 
-# ---- drawn drafts ---------------------------------------------------------------------------
+# ---- drawn drafts ----
 
 DRAWN = [replace(SEEDED, seed=i, num_speculative_tokens=k) for i, k in enumerate((5, 3, 1, 5))]
 # Whoever runs beside them: without a seed, or greedy, K follows the load.

@@ -105,7 +105,7 @@ def test_a_follower_waits_until_its_leader_has_output_or_is_gone() -> None:
     assert not follower.waits_for_leader
 
 
-# ---- counters -------------------------------------------------------------------------------
+# ---- counters ----
 
 Step = tuple[int, int, int | None]  # drafted, accepted, first of the text
 

@@ -19,7 +19,7 @@ PARENTS = [0, 1, 0, 2]
 DEPTHS = torch.tensor([[1, 2, 1, 3]])
 
 
-# ---- survival of nodes ----------------------------------------------------------------------
+# ---- survival of nodes ----
 
 
 def test_without_a_calibration_survival_is_the_probability_of_the_path() -> None:
@@ -117,7 +117,7 @@ def test_errors_add_up() -> None:
     assert other.copy() == other
 
 
-# ---- tokens of n nodes ----------------------------------------------------------------------
+# ---- tokens of n nodes ----
 
 
 def test_the_prior_is_a_chain_of_a_good_head_and_comes_back() -> None:
@@ -165,7 +165,7 @@ def test_what_is_known_is_counted_again_seldom(monkeypatch: pytest.MonkeyPatch) 
     assert len(counted) == number + 1, "many more share their nodes"
 
 
-# ---- nodes that trees share -----------------------------------------------------------------
+# ---- nodes that trees share ----
 
 
 def test_the_most_probable_nodes_of_all_trees_are_verified() -> None:

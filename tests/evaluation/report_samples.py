@@ -58,7 +58,7 @@ def provenance(command: str, **more: Any) -> dict[str, Any]:
     }
 
 
-# ---- acceptance.json ------------------------------------------------------------------------
+# ---- acceptance.json ----
 
 
 def make_slice(method: str, k: int, factor: float, drafts: int, requests: int) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def acceptance(
     }
 
 
-# ---- throughput.json ------------------------------------------------------------------------
+# ---- throughput.json ----
 
 
 def speed(method: str, k: int, concurrency: int) -> float:
@@ -252,7 +252,7 @@ def throughput(
     return results.to_json()
 
 
-# ---- tune.json ------------------------------------------------------------------------------
+# ---- tune.json ----
 
 
 def tune() -> dict[str, Any]:

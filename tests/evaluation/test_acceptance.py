@@ -387,7 +387,7 @@ def test_without_steps_requests_still_count() -> None:
     assert (result.by_context, result.loop_share, result.samples) == ([], None, [])
 
 
-# ---- beyond the lengths of training -----------------------------------------------------------
+# ---- beyond the lengths of training ----
 
 
 def answered(number: int, accepted: list[int], prompt: int = 10) -> Observation:

@@ -76,7 +76,7 @@ def test_few_requests_have_no_interval_and_equal_heads_no_difference() -> None:
     assert paired_difference(one, one) == (0.0, (0.0, 0.0))
 
 
-# ---- advice on acceptance -------------------------------------------------------------------
+# ---- advice on acceptance ----
 
 
 def entry(method: str, counts: dict[str, list[int]], **more: Any) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def test_records_of_training(tmp_path: Path) -> None:
         assert read_training_record(head) is None
 
 
-# ---- advice on speed ------------------------------------------------------------------------
+# ---- advice on speed ----
 
 
 def test_ties_go_to_the_simpler_choice() -> None:
@@ -316,7 +316,7 @@ def test_a_measured_and_a_predicted_k_are_reconciled(tmp_path: Path) -> None:
     assert Cast.of(read_results(tmp_path)).hero == ("peagle", "peagle")
 
 
-# ---- doubts ---------------------------------------------------------------------------------
+# ---- doubts ----
 
 
 def swept(

@@ -81,7 +81,7 @@ def statuses(certificate: CertificateResults) -> dict[tuple[str, str], str]:
     return {(cell.feature, cell.method): cell.status for cell in certificate.matrix}
 
 
-# ---- whole certificates ---------------------------------------------------------------------
+# ---- whole certificates ----
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_a_bias_of_sampling_is_found(is_biased: bool, monkeypatch: pytest.Monkey
         assert any(line.startswith("sampling, peagle argmax") for line in certificate.faults)
 
 
-# ---- parts ----------------------------------------------------------------------------------
+# ---- parts ----
 
 
 @pytest.mark.parametrize(

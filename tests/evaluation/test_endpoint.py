@@ -54,7 +54,7 @@ def ask(script: Script, prompt: Any = "Count.", **options: Any) -> tuple[Answer,
         return answer, [note.removeprefix(url) for note in backend.notes]
 
 
-# ---- what is sent ---------------------------------------------------------------------------
+# ---- what is sent ----
 
 
 def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_k_is_asked_of_ours_only() -> None:
     assert script.bodies[-1]["store"] is False
 
 
-# ---- what is read ---------------------------------------------------------------------------
+# ---- what is read ----
 
 
 @pytest.mark.parametrize("prompt", ["Count.", [{"role": "user", "content": "Count."}]])
@@ -248,7 +248,7 @@ def test_recorded_streams_of_four_servers(stream: Stream) -> None:
         assert (answer.stats is None) == (stream.usage.drafts is None)
 
 
-# ---- counters -------------------------------------------------------------------------------
+# ---- counters ----
 
 
 def test_counters_of_a_run() -> None:
@@ -296,7 +296,7 @@ def test_others_on_the_server_and_a_restart_are_noticed() -> None:
     assert note.startswith("was restarted")
 
 
-# ---- the loop -------------------------------------------------------------------------------
+# ---- the loop ----
 
 
 @pytest.mark.parametrize(("concurrency", "count"), [(1, 3), (3, 8), (8, 5)])
@@ -324,7 +324,7 @@ def test_a_connection_that_the_server_closed_is_made_anew() -> None:
     assert script.num_connections > 5
 
 
-# ---- failures -------------------------------------------------------------------------------
+# ---- failures ----
 
 
 def test_models_that_are_not_there() -> None:

@@ -185,7 +185,7 @@ def publish(hub: FakeHub, repo: str, files: dict[str, bytes]) -> None:
     hub.add(repo).commit({"README.md": b"a data set", **files})
 
 
-# ---- names ----------------------------------------------------------------------------------
+# ---- names ----
 
 
 def test_bundled_sets_are_those_of_the_package() -> None:
@@ -214,7 +214,7 @@ def test_unknown_names_tell_the_nearest_and_the_known() -> None:
     assert "The limit is 0" in message_of(lambda: load("humaneval", 0))
 
 
-# ---- files ----------------------------------------------------------------------------------
+# ---- files ----
 
 
 def test_files(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_files_that_are_no_prompts(tmp_path: Path) -> None:
     assert "line 1: category is 3" in message_of(lambda: load(str(wrong)))
 
 
-# ---- the hub --------------------------------------------------------------------------------
+# ---- the hub ----
 
 
 def test_speed_bench(hub: FakeHub) -> None:

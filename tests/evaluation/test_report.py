@@ -23,7 +23,7 @@ WRITTEN = {
 MODELS = {"acceptance": AcceptanceResults, "throughput": ThroughputResults, "tune": TuneResults}
 
 
-# ---- what is written ------------------------------------------------------------------------
+# ---- what is written ----
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_csv_of_throughput(whole):
         assert row["acceptance_length"] == ("" if not cell["k"] else row["acceptance_length"])
 
 
-# ---- what is refused ------------------------------------------------------------------------
+# ---- what is refused ----
 
 
 def test_an_empty_folder_is_refused(tmp_path):

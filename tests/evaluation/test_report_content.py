@@ -45,7 +45,7 @@ def text_of(folder: Path, **documents: dict[str, Any]) -> str:
     return Parsed(page_of(folder, **documents)).text("style", "script")
 
 
-# ---- the page -------------------------------------------------------------------------------
+# ---- the page ----
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_engines_are_told_apart(tmp_path):
     assert "Engines differ" in text
 
 
-# ---- charts ---------------------------------------------------------------------------------
+# ---- charts ----
 
 TICK = re.compile(
     r'<text x="[\d.-]+" y="([\d.]+)"[^>]*text-anchor="end"[^>]*>(-?[\d.,]+)(%?)</text>'

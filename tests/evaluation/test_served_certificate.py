@@ -52,7 +52,7 @@ def certify(peagle: Peagle, prompts: Path, tmp_path: Path) -> Any:  # noqa: F811
     return call
 
 
-# ---- lossless servers -----------------------------------------------------------------------
+# ---- lossless servers ----
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_an_echo_without_log_probabilities(certify: Any) -> None:
     assert any("echoes no prompt" in note for note in found.notes)
 
 
-# ---- planted faults -------------------------------------------------------------------------
+# ---- planted faults ----
 
 
 @pytest.mark.parametrize("switch", ["switch", "reference", "neither"])
@@ -237,7 +237,7 @@ def test_drafts_that_nobody_compares_change_the_distribution(certify: Any) -> No
     assert all(one.passed for one in firsts), "the first token is never a draft"
 
 
-# ---- refusals -------------------------------------------------------------------------------
+# ---- refusals ----
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_a_server_that_dies_leaves_what_was_found(certify: Any) -> None:
     assert not found.faults
 
 
-# ---- statistics -----------------------------------------------------------------------------
+# ---- statistics ----
 
 
 @pytest.mark.slow

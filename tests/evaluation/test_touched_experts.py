@@ -186,7 +186,7 @@ def test_dense_targets_have_no_count(target: TargetModel) -> None:
     assert count_experts(sweep_of(LLM(model=target), 0, (1,)), Journal(None, {})) == {}
 
 
-# ---- counting -------------------------------------------------------------------------------
+# ---- counting ----
 
 
 def random_pass(source: random.Random, batch: int, rows: int) -> DecodePass:

@@ -237,7 +237,7 @@ def test_one_point_has_nothing_to_check() -> None:
     assert results.schedule == [(1, 1, 4)]
 
 
-# ---- the fit ---------------------------------------------------------------------------------
+# ---- the fit ----
 
 
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(0, 2**31))
@@ -263,7 +263,7 @@ def test_ramps_span_what_was_measured(rows: list[int]) -> None:
         assert np.dot(np.diff(knots), ramps(knots, size)) == pytest.approx(size - knots[0])
 
 
-# ---- points and visits -----------------------------------------------------------------------
+# ---- points and visits ----
 
 ascending = st.sets(st.integers(1, 64), min_size=1, max_size=8).map(lambda s: tuple(sorted(s)))
 

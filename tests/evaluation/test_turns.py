@@ -27,7 +27,7 @@ from peagle.results import Turns
 PARAMS = SamplingParams(max_tokens=8)
 
 
-# ---- conversations --------------------------------------------------------------------------
+# ---- conversations ----
 
 
 @dataclass
@@ -107,7 +107,7 @@ def test_every_turn_is_sent_once(sizes: list[int]) -> None:
         assert all(str(one.prompt).endswith(f"turn {number}") for one in sent)
 
 
-# ---- names ----------------------------------------------------------------------------------
+# ---- names ----
 
 
 def test_turns_of_the_sets() -> None:

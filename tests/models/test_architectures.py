@@ -251,7 +251,7 @@ def test_whole_sequences_as_in_training_equal_transformers(probe: Probe) -> None
     assert largest_difference(found, probe.logits) < 1e-10
 
 
-# ---- controls: mistakes that the probe must see ---------------------------------------------
+# ---- controls: mistakes that the probe must see ----
 
 
 @pytest.mark.slow
@@ -304,7 +304,7 @@ def test_each_special_way_of_attending_is_probed(
     assert (difference > 1e-4) == (name in probe.architecture.special)
 
 
-# ---- mixtures of experts --------------------------------------------------------------------
+# ---- mixtures of experts ----
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ def test_the_length_of_training_is_written_as_the_window(
         assert layers.get("sliding_window") == (length if parallel else None)
 
 
-# ---- what is written ------------------------------------------------------------------------
+# ---- what is written ----
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -237,7 +237,7 @@ def test_json_is_replaced_whole(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["state.json"]
 
 
-# ---- what else is read ----------------------------------------------------------------------
+# ---- what else is read ----
 
 
 def use_alias(folder: Path) -> None:
@@ -321,7 +321,7 @@ def test_maps_that_keep_every_token_are_left_out(
     assert "d2t and t2d select tokens" in refusal(head, target)
 
 
-# ---- conversion -----------------------------------------------------------------------------
+# ---- conversion ----
 
 
 def random_head(config: DrafterConfig, seed: int) -> Drafter:
@@ -427,7 +427,7 @@ def test_force_replaces_the_head_and_nothing_else(head_folders: Heads, target: T
     assert load_drafter(old, target).config.num_layers == 1
 
 
-# ---- tensors that are refused ---------------------------------------------------------------
+# ---- tensors that are refused ----
 
 
 def without(name: str) -> Callable[[dict[str, Tensor]], Any]:
@@ -565,7 +565,7 @@ def test_broken_shards_are_refused_by_name(
     assert str(head) in found
 
 
-# ---- folders that are refused ---------------------------------------------------------------
+# ---- folders that are refused ----
 
 
 def test_folders_that_are_no_heads_are_refused(
@@ -599,7 +599,7 @@ def test_pickled_weights_are_refused_unread(head: Path, target: TargetModel, nam
     assert "expected model.safetensors" in message
 
 
-# ---- another target -------------------------------------------------------------------------
+# ---- another target ----
 
 
 @pytest.mark.parametrize(

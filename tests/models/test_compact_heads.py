@@ -72,7 +72,7 @@ def weights(drafter: Drafter) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in split_tensors(drafter)}
 
 
-# ---- ends -----------------------------------------------------------------------------------
+# ---- ends ----
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_what_from_target_may_say(target_folder: Path, tmp_path: Path) -> None:
     assert "the head is 16 wide and its target 32" in refusal(narrow, target_folder)
 
 
-# ---- quantised layers -----------------------------------------------------------------------
+# ---- quantised layers ----
 
 
 @pytest.mark.parametrize("group", [16, 32])
@@ -222,7 +222,7 @@ def test_a_layer_of_zeros_stays_one(target_folder: Path, tmp_path: Path) -> None
         assert not weights(drafter)[name].any()
 
 
-# ---- the whole head -------------------------------------------------------------------------
+# ---- the whole head ----
 
 
 def drafted(target: Path, head: Path, **options: Any) -> tuple[Any, ...]:
@@ -314,7 +314,7 @@ def test_a_correction_of_another_head_stays_refused(target_folder: Path, tmp_pat
         load_correction(tmp_path / "small", drafter)
 
 
-# ---- for vLLM -------------------------------------------------------------------------------
+# ---- for vLLM ----
 
 
 def test_vllm_gets_a_whole_head_out_of_the_cache(

@@ -88,7 +88,7 @@ def prefilled(target: TargetModel) -> Paged:
     return paged
 
 
-# ---- what is traced -------------------------------------------------------------------------
+# ---- what is traced ----
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_a_target_is_lossless_over_compiled_layers(target_folder: Path, tmp_path
     assert num_graphs() and not compiled.left
 
 
-# ---- the drafter ----------------------------------------------------------------------------
+# ---- the drafter ----
 
 
 @pytest.mark.slow
@@ -260,7 +260,7 @@ def test_a_compiled_drafter_equals_the_eager_one(options: dict[str, Any]) -> Non
     assert num_graphs() == 4
 
 
-# ---- Inductor -------------------------------------------------------------------------------
+# ---- Inductor ----
 
 
 @pytest.mark.slow
@@ -300,7 +300,7 @@ def test_compiled_code_leaves_the_cache_alone(
     assert any((tmp_path / "cache" / "inductor").iterdir())
 
 
-# ---- where compiled code is kept ------------------------------------------------------------
+# ---- where compiled code is kept ----
 
 
 def test_compiled_code_is_kept_in_our_folder(
@@ -341,7 +341,7 @@ def test_without_a_variable_the_folder_is_in_the_home(
     assert code_cache_folder() == tmp_path / ".cache" / "peagle"
 
 
-# ---- CUDA graphs ----------------------------------------------------------------------------
+# ---- CUDA graphs ----
 
 
 @pytest.mark.slow
@@ -354,7 +354,7 @@ def test_the_first_pass_of_a_size_may_not_be_captured(monkeypatch: pytest.Monkey
         prefilled(target)
 
 
-# ---- on a card ------------------------------------------------------------------------------
+# ---- on a card ----
 
 
 @pytest.mark.gpu

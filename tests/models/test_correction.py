@@ -98,7 +98,7 @@ def test_a_head_without_one_leaves_none_behind(head: Path, tmp_path: Path) -> No
     assert not (tmp_path / "old" / CORRECTION_NAME).exists()
 
 
-# ---- refusals -------------------------------------------------------------------------------
+# ---- refusals ----
 
 
 def refusal(folder: Path, target: TargetModel) -> str:

@@ -89,7 +89,7 @@ def head_folder(
     return head_folders(parallel=parallel, seed=5, **HEADS[request.param])
 
 
-# ---- the module by itself -------------------------------------------------------------------
+# ---- the module by itself ----
 
 
 @torch.no_grad()
@@ -183,7 +183,7 @@ def test_impossible_shapes_are_refused(change: dict[str, Any], message: str) -> 
         DrafterConfig(**{**good, **change})
 
 
-# ---- the engine's drafts, step by step ------------------------------------------------------
+# ---- the engine's drafts, step by step ----
 
 PROMPTS = [[4, 99, 31, 31, 200, 7], [17], [250, 3, 3, 8, 120, 9, 9, 41, 12, 77]]
 PARAMS = SamplingParams(max_tokens=28, ignore_eos=True)
@@ -352,7 +352,7 @@ def test_leaked_slots_are_noticed(
     assert largest_difference(recorded, target_folder, folder, truth) > 1e-3
 
 
-# ---- vocabulary maps ------------------------------------------------------------------------
+# ---- vocabulary maps ----
 
 
 def test_draft_ids_map_to_target_ids(head_folders: Callable[..., Path]) -> None:

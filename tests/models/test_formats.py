@@ -45,7 +45,7 @@ def published(format: HeadFormat, config: DrafterConfig = BASE) -> dict[str, Any
     return data
 
 
-# ---- round trips ----------------------------------------------------------------------------
+# ---- round trips ----
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_nothing_but_our_own_facts_needs_our_own_key(config: DrafterConfig) -> N
         assert replace(found, trained_depth=config.trained_depth) == config
 
 
-# ---- what is written ------------------------------------------------------------------------
+# ---- what is written ----
 
 
 @pytest.mark.parametrize("parallel", [True, False], ids=["peagle", "eagle3"])
@@ -155,7 +155,7 @@ def test_an_unknown_depth_stays_unknown() -> None:
     assert config_from_json(data, "here").trained_depth == 5
 
 
-# ---- what is read ---------------------------------------------------------------------------
+# ---- what is read ----
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("peagle", False), ("eagle3", True)])
@@ -279,7 +279,7 @@ def test_old_rope_scaling_is_understood(key: str) -> None:
     assert config.rope_parameters == {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
 
 
-# ---- what is refused ------------------------------------------------------------------------
+# ---- what is refused ----
 
 LAYERS = "transformer_layer_config"
 Change = dict[str, Any]

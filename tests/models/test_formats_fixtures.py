@@ -86,7 +86,7 @@ def test_older_rope_keys_are_read() -> None:
     assert (llama3["rope_type"], llama3["rope_theta"]) == ("llama3", 500000.0)
 
 
-# ---- the same numbers as the package's ------------------------------------------------------
+# ---- the same numbers as the package's ----
 
 
 def masked(mask_QK: Tensor) -> Any:
@@ -188,7 +188,7 @@ def test_the_package_reads_what_is_written(small: TargetModel, name: str, tmp_pa
     torch.testing.assert_close(drafter.compute_logits(hidden), logits[0], atol=1e-5, rtol=0)
 
 
-# ---- they draft -----------------------------------------------------------------------------
+# ---- they draft ----
 
 
 def generate(target: Path, head: Path) -> list[tuple[list[int], int, list[int]]]:

@@ -107,7 +107,7 @@ def test_one_product_for_every_group() -> None:
     assert all(fused.is_idle for fused in products if isinstance(fused, FusedLinear))
 
 
-# ---- what stays as it was -------------------------------------------------------------------
+# ---- what stays as it was ----
 
 
 def storage_bytes(model: nn.Module) -> int:
@@ -160,7 +160,7 @@ def test_stand_ins_look_like_projections() -> None:
     assert torch.allclose(part(x), original(x))
 
 
-# ---- what is left alone ---------------------------------------------------------------------
+# ---- what is left alone ----
 
 
 def give_one_a_bias(target: TargetModel) -> None:

@@ -54,7 +54,7 @@ def file(target_folder: Path, tmp_path: Path) -> Path:
     return write_gguf(model, tmp_path / "tiny.gguf")
 
 
-# ---- what is read ---------------------------------------------------------------------------
+# ---- what is read ----
 
 GEMMA: dict[str, Any] = {
     "num_attention_heads": 2,
@@ -184,7 +184,7 @@ def test_training_and_vllm_get_the_folder(file: Path) -> None:
     assert with_head(VllmLaunch(target=str(file))).target == str(folder)
 
 
-# ---- the cache ------------------------------------------------------------------------------
+# ---- the cache ----
 
 
 def test_a_file_is_converted_once_whatever_its_name(
@@ -285,7 +285,7 @@ def test_of_two_processes_one_converts_and_the_other_waits(tmp_path: Path, cache
     assert sum("is unpacked into the cache" in err for _, err in told) == 1
 
 
-# ---- what is refused ------------------------------------------------------------------------
+# ---- what is refused ----
 
 CUT = gguf_bytes()
 REFUSED: dict[str, tuple[bytes, str]] = {

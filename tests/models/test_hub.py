@@ -27,7 +27,7 @@ def cached(tmp_path: Path) -> set[str]:
     return {path.name for path in tmp_path.glob("home/hub/*/snapshots/**/*") if path.is_file()}
 
 
-# ---- what is fetched ------------------------------------------------------------------------
+# ---- what is fetched ----
 
 
 def test_weights_tokenizer_and_configuration_are_fetched_and_nothing_else(
@@ -169,7 +169,7 @@ def test_progress_is_for_terminals(
     assert capfd.readouterr().out == ""
 
 
-# ---- access ---------------------------------------------------------------------------------
+# ---- access ----
 
 
 def test_a_private_model(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_a_hub_out_of_order(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> No
     assert hub.requests == []
 
 
-# ---- no connection --------------------------------------------------------------------------
+# ---- no connection ----
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_the_proxy_is_what_has_to_answer(
     require_connection(hub.url)
 
 
-# ---- what a repository may lack -------------------------------------------------------------
+# ---- what a repository may lack ----
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_files_of_an_interrupted_download_are_checked_later(
     assert "'model.safetensors' was damaged on its way" in message
 
 
-# ---- the disk -------------------------------------------------------------------------------
+# ---- the disk ----
 
 
 def test_a_model_larger_than_the_disk(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_scales_change_what_is_rounded(tmp_path: Path) -> None:
     assert distance(cut, plain) > 2 * distance(at_1, plain), "all keys are cut to 448e-5"
 
 
-# ---- every architecture ---------------------------------------------------------------------
+# ---- every architecture ----
 
 
 @torch.no_grad()
@@ -147,7 +147,7 @@ def whole(target: TargetModel) -> list[Tensor]:
     return logits
 
 
-# ---- refusals -------------------------------------------------------------------------------
+# ---- refusals ----
 
 
 @pytest.mark.parametrize(

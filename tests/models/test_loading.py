@@ -19,7 +19,7 @@ from tests.models.published_heads import head_folder
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
-# ---- folders --------------------------------------------------------------------------------
+# ---- folders ----
 
 
 def test_a_folder_is_used_as_it_is(
@@ -66,7 +66,7 @@ def test_a_folder_has_no_revision(hub: FakeHub, target_folder: Path) -> None:
     assert f"revision is 'v1', but the target model {str(target_folder)!r} is a folder" in message
 
 
-# ---- models from the hub --------------------------------------------------------------------
+# ---- models from the hub ----
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_a_loaded_model_has_no_name_or_revision(target_folder: Path) -> None:
     assert "revision 'v1'" in message_of(lambda: LLM(revision="v1", model=model))
 
 
-# ---- weights in a folder --------------------------------------------------------------------
+# ---- weights in a folder ----
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_a_damaged_index(copy: Path, text: str) -> None:
     assert "model.safetensors.index.json' " in message
 
 
-# ---- code -----------------------------------------------------------------------------------
+# ---- code ----
 
 
 def edit_config(folder: Path, **changes: object) -> None:

@@ -81,7 +81,7 @@ def test_another_activation_stays_with_transformers(monkeypatch: pytest.MonkeyPa
     assert use_experts(make_model("qwen3", head_dim=8)) == 0
 
 
-# ---- dense layers ---------------------------------------------------------------------------
+# ---- dense layers ----
 
 PACK: dict[str, Callable[[Tensor], PackedWeight]] = {
     "fp8": lambda weight: pack_fp8(weight, (16, 32)),

@@ -40,7 +40,7 @@ needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET
 TOKENS = torch.randint(320, (1, 12), generator=torch.Generator().manual_seed(7))
 
 
-# ---- writers: of one weight, its tensors and what it stands for ---------------------------------
+# ---- writers: of one weight, its tensors and what it stands for ----
 
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -178,7 +178,7 @@ FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
 }
 
 
-# ---- checkpoints ----------------------------------------------------------------------------
+# ---- checkpoints ----
 
 
 def write_checkpoint(folder: Path, format: str, model: Any) -> Any:
@@ -347,7 +347,7 @@ def test_is_generated_as_from_what_it_stands_for(tmp_path: Path) -> None:
     assert output[0].outputs[0].token_ids == expected.tolist()
 
 
-# ---- refusals -------------------------------------------------------------------------------
+# ---- refusals ----
 
 
 def change(folder: Path, alter: Callable[[Tensors], Any]) -> None:

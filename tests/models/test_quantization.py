@@ -103,7 +103,7 @@ def refused(tensors: Tensors, quantization: dict[str, Any], match: str) -> None:
         check_linear(described.get, NAME, (N, K), quantization, tensors.keys())
 
 
-# ---- shapes and types -----------------------------------------------------------------------
+# ---- shapes and types ----
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -206,7 +206,7 @@ def test_groups_that_do_not_divide_a_layer(
         check_linear({}.get, NAME, shape, quantization)
 
 
-# ---- values ---------------------------------------------------------------------------------
+# ---- values ----
 
 
 def set_first(value: float) -> Callable[[Tensor], Tensor]:
@@ -271,7 +271,7 @@ def test_zero_points_of_zero_are_read() -> None:
     assert torch.allclose(read(tensors, quantization), plain)
 
 
-# ---- settings -------------------------------------------------------------------------------
+# ---- settings ----
 
 
 def compressed(**changes: Any) -> dict[str, Any]:
@@ -441,7 +441,7 @@ def test_what_the_configuration_and_the_tensors_do_not_agree_on() -> None:
     refused(given, FORMATS["gptq by activation"][1], "lacks tensor '.*g_idx'.* desc_act true")
 
 
-# ---- groups of layers -----------------------------------------------------------------------
+# ---- groups of layers ----
 
 FOUR, EIGHT = (by_compressed_tensors("pack-quantized", **INT), FORMATS["fp8 channels"])
 
@@ -500,7 +500,7 @@ def test_fp8_without_blocks_has_scales_of_all_or_of_rows(method: str, scale: Ten
     assert torch.equal(found, weight.float() * 0.5)
 
 
-# ---- MXFP4 ----------------------------------------------------------------------------------
+# ---- MXFP4 ----
 
 EXPERTS = (3, 32, 64)
 BLOCKS, SCALES = (3, 32, 2, 16), (3, 32, 2)

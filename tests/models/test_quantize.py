@@ -161,7 +161,7 @@ def test_the_engine_quantises_the_head() -> None:
     assert outputs[1][1] > 1
 
 
-# ---- refusals -------------------------------------------------------------------------------
+# ---- refusals ----
 
 
 def test_refuses_inputs_that_do_not_divide() -> None:

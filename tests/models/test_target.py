@@ -58,7 +58,7 @@ def test_default_aux_layers() -> None:
         assert ids[-1] < num_layers
 
 
-# ---- what the attention function refuses ----------------------------------------------------
+# ---- what the attention function refuses ----
 
 
 def call_attention(**keywords: Any) -> None:
@@ -85,7 +85,7 @@ def test_the_model_runs_only_inside_peagle(target: TargetModel) -> None:
         target.model(torch.tensor([[1, 2]]), use_cache=False)
 
 
-# ---- folders that are not usable ------------------------------------------------------------
+# ---- folders that are not usable ----
 
 
 @pytest.fixture

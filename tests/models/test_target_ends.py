@@ -126,7 +126,7 @@ def test_a_head_is_loaded_for_them(
         load_drafter(folder, other)
 
 
-# ---- what is refused ------------------------------------------------------------------------
+# ---- what is refused ----
 
 
 def quantized(tensors: dict[str, torch.Tensor]) -> None:

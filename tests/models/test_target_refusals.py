@@ -119,7 +119,7 @@ def test_a_state_beside_attention_shows_in_the_numbers(monkeypatch: pytest.Monke
     assert largest_difference(prompts, [e[:n] for e, n in zip(expected, LENS)]) > 1e-2
 
 
-# ---- supported types whose layers are not as they should be ---------------------------------
+# ---- supported types whose layers are not as they should be ----
 
 
 class Passing(nn.Module):
@@ -142,7 +142,7 @@ def test_attention_that_looks_ahead_is_refused() -> None:
         TargetModel(model)
 
 
-# ---- RoPE -----------------------------------------------------------------------------------
+# ---- RoPE ----
 
 ORIGINAL, LONGEST = 64, 256
 LONGROPE = {

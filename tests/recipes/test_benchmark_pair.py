@@ -39,7 +39,7 @@ RECIPE = ROOT / "recipes" / "benchmark_pair"
 HEADS = [f"{name}.toml" for name in evaluate.HEADS]
 
 
-# ---- sizes and settings -----------------------------------------------------------------------
+# ---- sizes and settings ----
 
 
 def test_the_target_has_the_size_that_is_promised() -> None:
@@ -97,7 +97,7 @@ def test_measurements_are_commands_that_peagle_understands(tmp_path: Path, small
         assert context.params["output"] == tmp_path / "evaluation" / job.name
 
 
-# ---- several processes ------------------------------------------------------------------------
+# ---- several processes ----
 
 
 def test_two_processes_train_the_target_as_one(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:
         pretrain.Trainer(model, config, tmp_path, 0.0, pretrain.Processes(0, 2))
 
 
-# ---- heads ------------------------------------------------------------------------------------
+# ---- heads ----
 
 
 class Done:
@@ -192,7 +192,7 @@ def test_more_heads_than_gpus_come_in_turns(
     assert set(json.loads((tmp_path / "steps.json").read_text())) == {"a", "c", "d"}
 
 
-# ---- setup ------------------------------------------------------------------------------------
+# ---- setup ----
 
 
 def test_setup_unpacks_tokens_and_prompts(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_setup_unpacks_tokens_and_prompts(tmp_path: Path) -> None:
     assert (work / "response_prompts.npz").stat().st_mtime_ns == before
 
 
-# ---- jobs -------------------------------------------------------------------------------------
+# ---- jobs ----
 
 
 def python(name: str, code: str, **limits: float) -> Job:
@@ -305,7 +305,7 @@ def test_sigterm_interrupts_and_ends_the_process(tmp_path: Path) -> None:
     assert signal.signal(signal.SIGTERM, before) is signal.SIG_IGN
 
 
-# ---- one report -------------------------------------------------------------------------------
+# ---- one report ----
 
 
 def figures(speed: float) -> dict[str, Any]:

@@ -36,7 +36,7 @@ RUNTIME = "Name: libgfortran. License: GPL-3.0-or-later WITH GCC-exception-3.1"
 OSI = "Classifier: License :: OSI Approved ::"
 
 
-# ---- licences -------------------------------------------------------------------------------
+# ---- licences ----
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_refused_licences(name, headers, files, reason):
     assert reason in verdict.reason
 
 
-# ---- filters --------------------------------------------------------------------------------
+# ---- filters ----
 
 
 def function(name: str, word: str, lines: int = 6) -> str:
@@ -153,7 +153,7 @@ def test_function_documents_are_complete():
     assert text.encode()[end:].decode() == document.body
 
 
-# ---- the whole recipe -----------------------------------------------------------------------
+# ---- the whole recipe ----
 
 
 def make_wheel(folder: Path, name: str, files: dict[str, str]) -> None:

@@ -80,7 +80,7 @@ def test_every_weight_of_a_mixture_is_trained_and_its_tokens_are_spread(tmp_path
     assert any("experts" in name for name in before) and unchanged == []
 
 
-# ---- the check ------------------------------------------------------------------------------
+# ---- the check ----
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_a_wrong_token_is_a_fault(pair: Path, monkeypatch: pytest.MonkeyPatch) -
     assert difference["gap"] > 1e-4
 
 
-# ---- the whole recipe -----------------------------------------------------------------------
+# ---- the whole recipe ----
 
 
 def warm(command: list[str], *, stdout: IO[bytes], stderr: int, env: dict[str, str]) -> WarmProcess:

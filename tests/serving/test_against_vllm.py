@@ -154,7 +154,7 @@ def arguments(scripts: SimpleNamespace, *words: object) -> Namespace:
         return scripts.against_vllm.parse_args()
 
 
-# ---- requests -------------------------------------------------------------------------------
+# ---- requests ----
 
 
 def test_a_word_is_a_token_of_the_tokenizer_folder(
@@ -236,7 +236,7 @@ def test_real_prompts_are_those_of_a_chat(scripts: SimpleNamespace, pair: Path) 
         assert tokenizer(text).input_ids == render_chat(tokenizer, one.messages)
 
 
-# ---- command lines --------------------------------------------------------------------------
+# ---- command lines ----
 
 
 @pytest.mark.parametrize("kind", ["random", "real"])
@@ -317,7 +317,7 @@ def test_a_window_is_of_our_heads_alone(scripts: SimpleNamespace, model: Path) -
     }
 
 
-# ---- results --------------------------------------------------------------------------------
+# ---- results ----
 
 
 def row(variant: str, load: str, speed: float, **more: Any) -> dict[str, Any]:
@@ -420,7 +420,7 @@ def test_arrivals_follow_vllms_closed_loop(scripts: SimpleNamespace) -> None:
         arrivals(closed, "7/7:r0.5", "7/7", 0.5, None)
 
 
-# ---- runs -----------------------------------------------------------------------------------
+# ---- runs ----
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_every_alert_is_tested_both_ways():
     assert all(ways == {False, True} for ways in expected.values()), expected
 
 
-# ---- promtool -------------------------------------------------------------------------------
+# ---- promtool ----
 
 needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="promtool is not installed (Debian and Ubuntu: package prometheus)"

@@ -108,7 +108,7 @@ def request_of(body: dict[str, Any], *, path: str = "/v1/completions") -> bytes:
 LONG = {"prompt": "def f(", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
-# ---- connections of a real server ---------------------------------------------------------------
+# ---- connections of a real server ----
 
 
 @pytest.mark.slow
@@ -302,7 +302,7 @@ def test_unread_answers_hold_no_connection(small: LiveServer, opened: contextlib
     assert stream.recv(1)
 
 
-# ---- the limit of open files --------------------------------------------------------------------
+# ---- the limit of open files ----
 
 FEW_FILES = """
 import resource
@@ -347,7 +347,7 @@ def test_more_connections_than_files_are_refused() -> None:
     assert connection_limit(3) == 3
 
 
-# ---- clients without a key, and clients that do not read -----------------------------------------
+# ---- clients without a key, and clients that do not read ----
 
 
 @contextlib.asynccontextmanager
@@ -570,7 +570,7 @@ def test_a_client_that_reads_nothing_is_closed_and_a_slow_one_is_served() -> Non
     assert asyncio.run(both()) == [True, False]
 
 
-# ---- the end ------------------------------------------------------------------------------------
+# ---- the end ----
 
 ENDLESS_TEMPLATE = """\
 {% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}\
@@ -693,7 +693,7 @@ def test_it_can_be_interrupted_twice_while_it_loads(tmp_path: Path) -> None:
         process.wait()
 
 
-# ---- memory -------------------------------------------------------------------------------------
+# ---- memory ----
 
 STORM = """
 import asyncio

@@ -40,7 +40,7 @@ from serving.live import HTTP, wait_for
 KILLED_AFTER_S = 30  # SageMaker's, after SIGTERM
 
 
-# ---- the Dockerfile -------------------------------------------------------------------------
+# ---- the Dockerfile ----
 
 
 def test_hadolint_is_clean():
@@ -153,7 +153,7 @@ def test_no_secrets():
                 assert not re.search(r"(?i)token|key|secret|password", instruction.text)
 
 
-# ---- the context ----------------------------------------------------------------------------
+# ---- the context ----
 
 
 def test_context_holds_what_is_copied():
@@ -211,7 +211,7 @@ def test_wheel_is_built_from_the_context(tmp_path):
     assert len(files) > 100 and files <= names
 
 
-# ---- the entry point, as a process ----------------------------------------------------------
+# ---- the entry point, as a process ----
 
 
 def free_port() -> int:

@@ -148,7 +148,7 @@ def test_the_environment_names_the_endpoint():
     assert dimensions_from({}, "org/model") == {"ModelName": "org/model"}
 
 
-# ---- lines of a server ----------------------------------------------------------------------
+# ---- lines of a server ----
 
 
 def snapshot(num_tokens: int, *drafts: tuple[int, int]) -> EngineStats:

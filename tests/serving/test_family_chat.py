@@ -325,7 +325,7 @@ def test_every_end_of_an_answer(chats: dict[str, Chat], family: str) -> None:
                 assert whole["arguments"].startswith(written)
 
 
-# ---- choices of tools, and other constraints ----------------------------------------------------
+# ---- choices of tools, and other constraints ----
 
 
 def test_without_tools_a_call_is_content(chats: dict[str, Chat]) -> None:
@@ -454,7 +454,7 @@ def test_markers_of_other_families_may_be_special_tokens(tmp_path: Path) -> None
     assert len(marker_token_ids(tokenizer, ("<tool_call>", "[ARGS]"))) == 2
 
 
-# ---- prompts ------------------------------------------------------------------------------------
+# ---- prompts ----
 
 CALLS = [
     {"id": "c1", "type": "function", "function": call("get_weather", '{"city": "Oslo"}')},
@@ -618,7 +618,7 @@ def test_an_operator_may_let_messages_spell_tokens(tmp_path: Path) -> None:
         assert found.count(end) == 1 + parse
 
 
-# ---- the templates and the parsers --------------------------------------------------------------
+# ---- the templates and the parsers ----
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=SIGN), max_size=8)
 NAME = st.text("abc_", min_size=1, max_size=6)

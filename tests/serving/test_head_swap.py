@@ -40,7 +40,7 @@ PROPOSERS = {"peagle": SpeculativeConfig(model=str(BUNDLED_PEAGLE)), "plain": No
 SPEC = EngineSpec(str(BUNDLED_TARGET), PROPOSERS, EngineConfig())
 
 
-# ---- a server -----------------------------------------------------------------------------------
+# ---- a server ----
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_an_engine_that_restarts_ends_a_trial(live: LiveServer, heads: Path) -> 
     assert served(live) == before and stream(live, "def f0(") == stream(live, "def f0(", k=0)
 
 
-# ---- without a server ---------------------------------------------------------------------------
+# ---- without a server ----
 
 
 def status(client: AsgiClient, key: str, path: str = PATH, **more: str) -> int:

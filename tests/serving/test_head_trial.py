@@ -100,7 +100,7 @@ def test_a_slice_counts_steps_with_drafts() -> None:
     assert part.counts == {7: [3, 2]} and part.ended == {7, 8}
 
 
-# ---- turns --------------------------------------------------------------------------------------
+# ---- turns ----
 
 
 class FakePool:

@@ -117,7 +117,7 @@ def test_same_origin(origin: str, host: str, is_same: bool) -> None:
     assert page.is_same_as(server) is is_same
 
 
-# ---- options ----------------------------------------------------------------------------------
+# ---- options ----
 
 
 def test_allowed_hosts_are_normalised() -> None:

@@ -48,7 +48,7 @@ def refusal(data: bytes) -> str:
     return str(error)
 
 
-# ---- heads --------------------------------------------------------------------------------------
+# ---- heads ----
 
 
 @pytest.mark.parametrize("encoding", [b"chunked", b"Chunked", b"xchunked", b"identity"])
@@ -121,7 +121,7 @@ def test_what_is_not_ambiguous_passes() -> None:
     assert requests_in([text])[0] == (b"/live?a=b", b"")
 
 
-# ---- chunks -------------------------------------------------------------------------------------
+# ---- chunks ----
 
 
 def chunked(draw: random.Random) -> tuple[bytes, bytes]:

@@ -26,7 +26,7 @@ def opens(keys: ApiKeys, *candidates: str) -> list[bool]:
     return [keys.salt_of(candidate.encode()) is not None for candidate in candidates]
 
 
-# ---- where keys come from ---------------------------------------------------------------------
+# ---- where keys come from ----
 
 
 def test_no_source_gives_no_keys() -> None:
@@ -72,7 +72,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_keys({}, tmp_path)
 
 
-# ---- bad keys, and silence about all of them --------------------------------------------------
+# ---- bad keys, and silence about all of them ----
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_keys_are_not_kept() -> None:
     assert FIRST not in repr(vars(keys)) and FIRST.encode() not in b"".join(keys.digests)
 
 
-# ---- comparison and salts ---------------------------------------------------------------------
+# ---- comparison and salts ----
 
 
 @pytest.mark.parametrize("candidate", [FIRST, SECOND, THIRD, "none of them", ""])

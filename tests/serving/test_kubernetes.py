@@ -42,7 +42,7 @@ def options() -> dict[str, str]:
     return found
 
 
-# ---- validity -------------------------------------------------------------------------------
+# ---- validity ----
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -69,7 +69,7 @@ def test_kinds():
     assert all(obj["metadata"]["name"] == "peagle" for obj in OBJECTS.values())
 
 
-# ---- agreement among the objects ------------------------------------------------------------
+# ---- agreement among the objects ----
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_ports():
     assert {service["targetPort"], metrics["port"], *probed} == {port["name"]}
 
 
-# ---- agreement with the server --------------------------------------------------------------
+# ---- agreement with the server ----
 
 
 def probes() -> dict[str, dict[str, Any]]:
@@ -201,7 +201,7 @@ def test_autoscaler_reads_a_metric_that_is_there():
     assert re.findall(rf"^{re.escape(name)}\{{.*\}} (.*)$", text, re.MULTILINE) == ["3.0"]
 
 
-# ---- safety ---------------------------------------------------------------------------------
+# ---- safety ----
 
 
 def test_pod_is_locked_down():

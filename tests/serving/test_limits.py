@@ -44,7 +44,7 @@ def refusal(body: bytes) -> ApiError:
     return caught.value
 
 
-# ---- the table --------------------------------------------------------------------------------
+# ---- the table ----
 
 
 def test_the_documentation_has_the_table() -> None:
@@ -58,7 +58,7 @@ def test_models_tell_the_limits(server: LiveServer) -> None:
     assert limits["prompt_tokens"] == CONTEXT and limits["prompt_characters"] > CONTEXT
 
 
-# ---- before JSON is parsed ----------------------------------------------------------------------
+# ---- before JSON is parsed ----
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_what_is_not_json_in_utf8(body: bytes, code: str) -> None:
     assert refusal(body).code == code
 
 
-# ---- counts and lengths -------------------------------------------------------------------------
+# ---- counts and lengths ----
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_the_model_has_its_name_and_the_typed_one() -> None:
         service.check_model("x")
 
 
-# ---- texts --------------------------------------------------------------------------------------
+# ---- texts ----
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +335,7 @@ def test_bad_words_reach_the_engine_as_ids(tokenizer: Tokenizer) -> None:
     assert texts == {"foo", " foo"}
 
 
-# ---- templates ----------------------------------------------------------------------------------
+# ---- templates ----
 
 
 @pytest.fixture(scope="module")
@@ -409,7 +409,7 @@ def test_a_request_with_such_a_template(strict: LiveServer) -> None:
         assert fine.status_code == 200
 
 
-# ---- grammars of requests ---------------------------------------------------------------------
+# ---- grammars of requests ----
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

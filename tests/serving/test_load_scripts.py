@@ -97,7 +97,7 @@ def ask(load: Any, answer: Answering, **fields: Any) -> Any:
     return asyncio.run(serving(load, answer, lambda client: client.complete("x", **fields)))
 
 
-# ---- the client -----------------------------------------------------------------------------
+# ---- the client ----
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
@@ -208,7 +208,7 @@ def test_metrics_and_processes(scripts: Scripts) -> None:
     assert served.resident_mb(child.pid) == served.cpu_s(child.pid) == 0
 
 
-# ---- what the experiments conclude ----------------------------------------------------------
+# ---- what the experiments conclude ----
 
 
 def whole(load: Any, text: str = "a", tokens: int = 1, **more: Any) -> Any:
@@ -411,7 +411,7 @@ def test_arrivals_do_not_wait_for_answers(scripts: Scripts, load: Any) -> None:
     assert len(answers) == 30 and all(answer.is_complete for answer in answers)
 
 
-# ---- broken bodies --------------------------------------------------------------------------
+# ---- broken bodies ----
 
 
 def test_cases_are_those_of_their_seed(scripts: Scripts) -> None:
@@ -452,7 +452,7 @@ def test_bad_answers_are_found(
     assert is_fine == (answer == {"status": 200, "body": b"{}"})
 
 
-# ---- near-ties ------------------------------------------------------------------------------
+# ---- near-ties ----
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ def test_verdicts(scripts: Scripts, text: str, gap: float, verdict: str) -> None
     assert judge.verdict(job, text, "length") == verdict
 
 
-# ---- attacks --------------------------------------------------------------------------------
+# ---- attacks ----
 
 # The others are run by hand: `bench_serving.py abuse`.
 ATTACKS = ["numbers", "strings", "tokenize", "prompts", "ambiguous", "repeats", "malformed"]
@@ -615,7 +615,7 @@ def test_bursts_and_missed_bounds_are_told(scripts: Scripts, load: Any) -> None:
     assert judged().startswith("memory {'frontend': 551} MB from {'frontend': 500}")
 
 
-# ---- the command ----------------------------------------------------------------------------
+# ---- the command ----
 
 
 @pytest.mark.parametrize(("missed", "status"), [([], 0), (["too slow"], 1)], ids=["kept", "missed"])

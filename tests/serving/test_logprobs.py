@@ -137,7 +137,7 @@ def test_prompt_logprobs_by_token_id() -> None:
     assert prompt_logprobs(given, bytes_of) == [None, expected]
 
 
-# ---- many of them -----------------------------------------------------------------------------
+# ---- many of them ----
 
 
 def some_logprobs(count: int) -> list[TokenLogprobs]:

@@ -50,7 +50,7 @@ def raised(message: str) -> ValueError:
         return error
 
 
-# ---- logs -----------------------------------------------------------------------------------
+# ---- logs ----
 
 
 def test_a_json_line(capsys):
@@ -191,7 +191,7 @@ def test_values_that_json_does_not_know():
     assert found == {"a": "nan", "b": "inf", "c": "/p", "d": [1, None], "e": {"2": True}}
 
 
-# ---- the limit of lines ---------------------------------------------------------------------
+# ---- the limit of lines ----
 
 NAME = "peagle.test_log_rate"
 

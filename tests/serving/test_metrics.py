@@ -100,7 +100,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
     return samples(metrics)[f"peagle:{name}", tuple(sorted(labels.items()))]
 
 
-# ---- engines --------------------------------------------------------------------------------
+# ---- engines ----
 
 
 def test_a_snapshot_under_vllms_names():
@@ -329,7 +329,7 @@ def test_counters_never_fall_and_end_at_the_sum_of_all_processes(events):
         assert value(metrics, name, engine="0") == count, name
 
 
-# ---- requests -------------------------------------------------------------------------------
+# ---- requests ----
 
 
 SECONDS = st.one_of(
@@ -400,7 +400,7 @@ def test_failures():
     assert counts == list(range(len(reasons)))
 
 
-# ---- the page -------------------------------------------------------------------------------
+# ---- the page ----
 
 
 def test_what_there_is_before_the_first_request():

@@ -179,7 +179,7 @@ def until(condition: Callable[[], bool], page: Any) -> None:
         page.wait_for_timeout(20)
 
 
-# ---- any server -----------------------------------------------------------------------------
+# ---- any server ----
 
 
 @both_sites
@@ -344,7 +344,7 @@ def test_slow_motion_shows_each_refused_draft(site: Site, visit):
     assert chosen.locator(".output").text_content() == whole
 
 
-# ---- the real server ------------------------------------------------------------------------
+# ---- the real server ----
 
 
 def test_the_examples_have_good_answers(real_site: Site, visit):
@@ -412,7 +412,7 @@ def test_a_chat_model_chats_by_default(visit):
     assert column(page, "peagle").locator(".badge").inner_text() == "Identical to plain"
 
 
-# ---- the script of the fake server ----------------------------------------------------------
+# ---- the script of the fake server ----
 
 
 @pytest.mark.parametrize("name", PROPOSERS)

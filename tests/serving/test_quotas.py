@@ -20,7 +20,7 @@ from peagle.serving.metrics import Metrics
 from serving.asgi import JSON, echo, guard
 from serving.live import KEYS, LiveServer, wait_for
 
-# ---- the arithmetic -------------------------------------------------------------------------
+# ---- the arithmetic ----
 
 
 class Clock:
@@ -177,7 +177,7 @@ def test_limits_are_counts(name, value):
         ServerConfig(**{f"key_{name}": value})
 
 
-# ---- the middleware -------------------------------------------------------------------------
+# ---- the middleware ----
 
 
 def test_a_refusal_reads_no_body_and_is_counted():
@@ -223,7 +223,7 @@ def test_an_answer_that_fails_frees_its_place(when):
             server("POST", headers=headers, body=b"{}")
 
 
-# ---- a server -------------------------------------------------------------------------------
+# ---- a server ----
 
 COMPLETIONS = "/v1/completions"
 

@@ -130,7 +130,7 @@ def test_folders_that_are_no_place_for_records(tmp_path: Path) -> None:
         RecordFolder.create(tmp_path / "thesis.txt")
 
 
-# ---- the writer -----------------------------------------------------------------------------
+# ---- the writer ----
 
 
 def test_a_record_and_its_permissions(make: Any) -> None:
@@ -292,7 +292,7 @@ def test_key_files_that_are_none(tmp_path: Path) -> None:
     assert "c2hvcnQ" not in str(caught.value)
 
 
-# ---- real servers ---------------------------------------------------------------------------
+# ---- real servers ----
 
 
 @dataclass

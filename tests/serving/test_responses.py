@@ -199,7 +199,7 @@ def test_stored_responses_are_no_route(client: openai.OpenAI) -> None:
             call("resp_1")
 
 
-# ---- without a server ---------------------------------------------------------------------------
+# ---- without a server ----
 
 
 def test_items_of_one_turn_become_one_message() -> None:

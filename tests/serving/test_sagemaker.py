@@ -36,7 +36,7 @@ def ours(variables: dict[str, str], model_dir: Path = NOWHERE) -> list[str]:
     return rest
 
 
-# ---- vLLM's mapping -------------------------------------------------------------------------
+# ---- vLLM's mapping ----
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_other_variables_are_ignored():
     assert arguments_from({**environ, "HF_MODEL_ID": "m"}, model_dir=NOWHERE) == ["m", *PLATFORM]
 
 
-# ---- the model ------------------------------------------------------------------------------
+# ---- the model ----
 
 
 @pytest.mark.parametrize("has_files", [False, True])
@@ -140,7 +140,7 @@ def test_model_of_the_command_line():
     assert got == [*PLATFORM, "--seed", "1"]
 
 
-# ---- vLLM's options as ours -----------------------------------------------------------------
+# ---- vLLM's options as ours ----
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_trees_are_left_to_the_configuration():
         SpeculativeConfig.parse(passed)
 
 
-# ---- anything -------------------------------------------------------------------------------
+# ---- anything ----
 
 KNOWN = [name[2:].replace("-", "_").upper() for name in [*RULES, "--model"]]
 NAMES = st.sampled_from(KNOWN) | st.text(string.ascii_letters + string.digits + "_", max_size=12)
@@ -375,7 +375,7 @@ def test_arrays_keep_their_elements(elements):
     assert vllm(X=json.dumps(elements)) == ["--x", *elements]
 
 
-# ---- agreement with the command -------------------------------------------------------------
+# ---- agreement with the command ----
 
 
 def test_the_command_has_every_option_that_is_made():

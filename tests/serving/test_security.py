@@ -46,7 +46,7 @@ def _each_application(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-# ---- every answer -----------------------------------------------------------------------------
+# ---- every answer ----
 
 
 def test_request_id_and_headers_are_on_every_answer() -> None:
@@ -132,7 +132,7 @@ def test_bad_options(options: dict[str, Any]) -> None:
         guard(**options)
 
 
-# ---- Host -------------------------------------------------------------------------------------
+# ---- Host ----
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST.:1", "127.0.0.1:8000", "[0:0::1]:8000"])
@@ -183,7 +183,7 @@ def test_only_allowed_names_pass(host: str) -> None:
         assert answer.status == (200 if is_own else 403)
 
 
-# ---- Origin -----------------------------------------------------------------------------------
+# ---- Origin ----
 
 PAGE = "https://chat.example.com"
 
@@ -274,7 +274,7 @@ def test_odd_preflights_are_not_echoed(names: str) -> None:
     assert answer.status == 204 and "access-control-allow-headers" not in answer.headers
 
 
-# ---- keys -------------------------------------------------------------------------------------
+# ---- keys ----
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -339,7 +339,7 @@ def test_keys_are_told_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
     assert KEY not in repr(vars(server.app))
 
 
-# ---- content type -----------------------------------------------------------------------------
+# ---- content type ----
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_content_type_is_needed_once() -> None:
     assert guard()("GET").status == 200
 
 
-# ---- bodies -----------------------------------------------------------------------------------
+# ---- bodies ----
 
 
 def test_a_length_over_the_limit_is_refused_at_once() -> None:
@@ -531,7 +531,7 @@ def test_a_refusal_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
     assert server.unread == [b"x"]
 
 
-# ---- with what the server is built of ---------------------------------------------------------
+# ---- with what the server is built of ----
 
 
 def fastapi_app() -> FastAPI:

@@ -397,7 +397,7 @@ def test_the_example_of_a_client_runs(
     assert "--- the texts are equal" in printed
 
 
-# ---- a backend of evaluations -----------------------------------------------------------------
+# ---- a backend of evaluations ----
 
 
 @pytest.mark.parametrize("report", [True, False])

@@ -72,7 +72,7 @@ def llama(name: str, arguments: str) -> str:
     return f'{{"name": "{name}", "parameters": {arguments}}}'
 
 
-# ---- free output ----------------------------------------------------------------------------
+# ---- free output ----
 
 WEATHER = '{"city": "Zürich", "days": [1, 2], "note": "a \\"}]\\" b"}'
 
@@ -523,7 +523,7 @@ def test_an_answer_in_json_is_not_held_back():
     assert parser.add('{"ti') == [ContentDelta('{"ti')]
 
 
-# ---- forced output --------------------------------------------------------------------------
+# ---- forced output ----
 
 
 def test_choices_get_their_parsers():
@@ -559,7 +559,7 @@ def test_a_forced_call_comes_as_it_is_written():
     assert parser.add('"a": 1}', final=True) == [CallDelta(0, '"a": 1}')]
 
 
-# ---- templates ------------------------------------------------------------------------------
+# ---- templates ----
 
 
 @pytest.mark.parametrize(
@@ -582,7 +582,7 @@ def test_the_template_tells_the_family(template, kind):
     assert detect_parser(template) == kind
 
 
-# ---- any text, cut into any chunks ------------------------------------------------------------
+# ---- any text, cut into any chunks ----
 
 
 JSON = st.recursive(

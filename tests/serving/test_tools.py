@@ -46,7 +46,7 @@ def refusal_of(tools: Any, choice: Any) -> ApiError | None:
     return None
 
 
-# ---- requests -------------------------------------------------------------------------------
+# ---- requests ----
 
 
 def test_good_tools_and_choices_pass():
@@ -116,7 +116,7 @@ def test_long_values_are_shortened_in_errors():
     assert refusal is not None and len(refusal.message) < 400
 
 
-# ---- forced calls ---------------------------------------------------------------------------
+# ---- forced calls ----
 
 # Two functions whose definitions have the same name and differ.
 FIRST = {
@@ -272,7 +272,7 @@ def test_a_schema_too_deep_is_refused():
         constraint([tool("f", {"properties": {"a": deep}})], "required")
 
 
-# ---- answers --------------------------------------------------------------------------------
+# ---- answers ----
 
 
 def test_deltas_make_a_message():

@@ -278,7 +278,7 @@ def test_an_endpoint_that_is_no_url(endpoint):
         Tracing(endpoint)
 
 
-# ---- spans on their way ---------------------------------------------------------------------
+# ---- spans on their way ----
 
 
 def send(tracing: Tracing, count: int) -> None:

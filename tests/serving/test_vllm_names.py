@@ -160,7 +160,7 @@ def test_a_tool_call_goes_back_as_it_came(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(**options).choices[0].finish_reason
 
 
-# ---- routes -------------------------------------------------------------------------------------
+# ---- routes ----
 
 
 def service(**fields: Any) -> Service:

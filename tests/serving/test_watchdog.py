@@ -43,7 +43,7 @@ FEW = SamplingParams(max_tokens=8)
 PATIENCE_S = 180
 
 
-# ---- a server ---------------------------------------------------------------------------------
+# ---- a server ----
 
 
 class Client(threading.Thread):
@@ -158,7 +158,7 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
         assert server.metrics()["peagle:oldest_waiting_request_seconds{}"] == 0
 
 
-# ---- engines without their front end ------------------------------------------------------------
+# ---- engines without their front end ----
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_an_engine_that_hangs_in_a_step_ends_with_its_front_end() -> None:
     wait_for(lambda: is_gone(pid), timeout_s=20)
 
 
-# ---- a pool -------------------------------------------------------------------------------------
+# ---- a pool ----
 
 
 class Pool:
@@ -353,7 +353,7 @@ def test_a_pool_with_a_stopped_engine_closes_soon() -> None:
     asyncio.run(check())
 
 
-# ---- parts --------------------------------------------------------------------------------------
+# ---- parts ----
 
 
 def test_failed_starts_and_crashes_have_budgets_of_their_own() -> None:

@@ -212,7 +212,7 @@ def test_positions_past_the_context_are_drafted_without_writing(
     assert set(written.nonzero().flatten().tolist()) == expected
 
 
-# ---- every sequence its own number of drafts ------------------------------------------------
+# ---- every sequence its own number of drafts ----
 
 
 @KINDS
@@ -318,7 +318,7 @@ def test_nothing_before_the_context_start_is_looked_at(target: TargetModel, para
             assert not torch.equal(whole, found[b, : k[b]]), "the hidden part matters"
 
 
-# ---- positions that no draft needs ----------------------------------------------------------
+# ---- positions that no draft needs ----
 
 HEADS = pytest.mark.parametrize(
     "head",

@@ -253,7 +253,7 @@ def test_drafts_that_were_not_drawn_are_verified_as_ever_beside_drawn_ones() -> 
     assert not torch.equal(beside.num_accepted_B[1::2], alone.num_accepted_B[1::2])
 
 
-# ---- how many drawn drafts are verified -----------------------------------------------------
+# ---- how many drawn drafts are verified ----
 
 
 def sure_before_the_draw(tokens_BK: Tensor, probs_BKV: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def assert_same_run(one: dict[str, Any], other: dict[str, Any], start: int = 0) 
         assert (weight - other["weights"][name]).norm() < 1e-3 * weight.norm(), name
 
 
-# ---- exactness ------------------------------------------------------------------------------
+# ---- exactness ----
 
 
 def test_gradients_of_two_processes_equal_those_of_one_pass() -> None:
@@ -145,7 +145,7 @@ def test_two_processes_train_as_one(target_folder: Path, responses: Path, tmp_pa
         assert trained["steps"] == STEPS and (folder / "head/model.safetensors").is_file()
 
 
-# ---- resuming -------------------------------------------------------------------------------
+# ---- resuming ----
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_all_processes_plan_the_steps_of_the_slowest(
     assert values(run_together(together.plan_by_time, 2, config)) == [3, 3]
 
 
-# ---- accidents ------------------------------------------------------------------------------
+# ---- accidents ----
 
 
 def assert_reported_loss(ending: Ending) -> None:
@@ -260,7 +260,7 @@ def test_a_checkpoint_that_lacks_a_share_is_refused(
     Trainer(config).run(resume=True)
 
 
-# ---- on GPUs --------------------------------------------------------------------------------
+# ---- on GPUs ----
 
 NCCL: dict[str, Any] = {
     "device": "cuda",
@@ -296,7 +296,7 @@ def test_two_gpus_train_as_one_process(
             assert second["loss"] == pytest.approx(first["loss"], rel=0.02)
 
 
-# ---- started by torchrun --------------------------------------------------------------------
+# ---- started by torchrun ----
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

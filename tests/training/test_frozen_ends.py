@@ -134,7 +134,7 @@ def test_a_narrow_head_has_no_rows_of_the_target(
         Trainer(make_config(target_folder, responses, tmp_path, head=head))
 
 
-# ---- what is stored -------------------------------------------------------------------------
+# ---- what is stored ----
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_a_row_holds_all_answers_that_it_can() -> None:
         assert list(join_answers([first, other])) == [first, other]
 
 
-# ---- gradients, grades and drafts -----------------------------------------------------------
+# ---- gradients, grades and drafts ----
 
 
 def random_rows(seed: int = 4) -> list[Row]:

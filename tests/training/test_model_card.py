@@ -72,7 +72,7 @@ def write_record(path: Path, head: PublishedHead, **changes: Any) -> None:
     path.write_text(json.dumps({**record, **changes}))
 
 
-# ---- the card -------------------------------------------------------------------------------
+# ---- the card ----
 
 
 def test_a_head_without_a_record(head: Path) -> None:
@@ -267,7 +267,7 @@ def test_heads_of_other_kinds(head_folders: Heads, head: Path, tmp_path: Path) -
     assert f"| draft vocabulary | 100 of {VOCAB_SIZE} tokens |" in pruned
 
 
-# ---- the folder -----------------------------------------------------------------------------
+# ---- the folder ----
 
 
 def message_of(head: Path) -> str:

@@ -45,7 +45,7 @@ def masters_of(trainer: Trainer) -> dict[str, Tensor]:
     return {name: master.detach().clone() for name, master in trainer.masters.named()}
 
 
-# ---- what is trained is what is stored ------------------------------------------------------
+# ---- what is trained is what is stored ----
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_validation_is_of_the_head_that_is_saved(
         assert best[name] == getattr(report, name), name
 
 
-# ---- resuming, processes, memory ------------------------------------------------------------
+# ---- resuming, processes, memory ----
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_plan_and_checks_count_what_is_stored(
 WHOLE: dict[str, Any] = {"int8_layers": (), "group_size": 32}
 
 
-# ---- beside other options -------------------------------------------------------------------
+# ---- beside other options ----
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def test_the_record_says_where_the_head_comes_from(
     assert record["tokens"] == pytest.approx(3 * 256, rel=0.2) and record["seconds"] > 0
 
 
-# ---- which head is kept ---------------------------------------------------------------------
+# ---- which head is kept ----
 
 
 def a_report(step: int, length: float, loss: float, **changes: Any) -> TrainingReport:

@@ -206,7 +206,7 @@ def test_a_run_without_resume_sees_the_checkpoint_between_two_renames(
     assert resume(config)["steps"] == 3
 
 
-# ---- the head beside the checkpoint ---------------------------------------------------------
+# ---- the head beside the checkpoint ----
 
 
 def lose(head: Path) -> None:

@@ -135,7 +135,7 @@ def test_wrong_paths(
         check_start(make_config(target_folder, responses, Path("run"), **changes), resume=False)
 
 
-# ---- an optimizer that the file leaves open -------------------------------------------------
+# ---- an optimizer that the file leaves open ----
 
 
 def test_a_resumed_run_keeps_its_optimizer_and_tells(
@@ -164,7 +164,7 @@ def test_a_resumed_run_keeps_its_optimizer_and_tells(
         check_start(continued(without_rate(name="muon")), resume=True)
 
 
-# ---- room on the disk -----------------------------------------------------------------------
+# ---- room on the disk ----
 
 FROZEN = {"freeze_embeddings": True, "freeze_lm_head": True}
 

@@ -133,7 +133,7 @@ def test_layers_are_compiled_where_steps_share_shapes(
     assert kernels_of(config, torch.device("cpu")) == (attention == "flex", False)
 
 
-# ---- counts ---------------------------------------------------------------------------------
+# ---- counts ----
 
 
 @pytest.mark.parametrize("multiple", [1, 128])
@@ -198,7 +198,7 @@ def test_tokens_go_to_few_experts(tmp_path: Any) -> None:
     assert shape.num_active == others + experts * 2 / 8
 
 
-# ---- what else decides ----------------------------------------------------------------------
+# ---- what else decides ----
 
 
 def stored(shape: Any) -> Any:
@@ -226,7 +226,7 @@ def test_processes_share_float32_weights_and_optimizer() -> None:
     assert four["gradients"] == alone["gradients"]
 
 
-# ---- arithmetic -----------------------------------------------------------------------------
+# ---- arithmetic ----
 
 WORK: dict[str, Case] = {
     "one segment": Case(),
@@ -269,7 +269,7 @@ def test_attention_and_the_target_count() -> None:
     assert "target" not in estimate_flops(stored(shape), False)
 
 
-# ---- a GPU ----------------------------------------------------------------------------------
+# ---- a GPU ----
 
 LARGE: dict[str, Any] = {
     "hidden_size": 1024,

@@ -49,7 +49,7 @@ def total(shape: TrainingShape, segments: int, recompute: bool) -> int:
     return estimate_memory(shape, segments, recompute).total
 
 
-# ---- by the estimate ------------------------------------------------------------------------
+# ---- by the estimate ----
 
 
 @pytest.mark.parametrize("segments", [1, 2, 3, 8])
@@ -94,7 +94,7 @@ def test_eagle3_has_one_way() -> None:
         choose(shape, 1)
 
 
-# ---- by measuring ---------------------------------------------------------------------------
+# ---- by measuring ----
 
 
 def test_a_measurement_overrules_the_estimate() -> None:
@@ -208,7 +208,7 @@ def test_a_probe_on_a_gpu(target_folder: Path, responses: Path, tmp_path: Path) 
         Trainer(make_config(target_folder, responses, tmp_path / "b", head=head, run=little))
 
 
-# ---- refusals -------------------------------------------------------------------------------
+# ---- refusals ----
 
 
 def refusal(shape: TrainingShape, size: float, **options: Any) -> str:
@@ -249,7 +249,7 @@ def test_a_head_that_is_too_large_itself() -> None:
     assert "Stored features (`peagle data features`) save the target's 12.0 GiB" in text
 
 
-# ---- budgets --------------------------------------------------------------------------------
+# ---- budgets ----
 
 
 def test_where_a_budget_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tests.training.runs import write_data
 GIB = 2**30
 
 
-# ---- a run ----------------------------------------------------------------------------------
+# ---- a run ----
 
 
 @pytest.fixture(scope="module")

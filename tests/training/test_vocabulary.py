@@ -29,7 +29,7 @@ from tests.conftest import VOCAB_SIZE, make_target_folder
 EOS, MASK = 0, 1  # of the byte tokenizer
 
 
-# ---- the choice -----------------------------------------------------------------------------
+# ---- the choice ----
 
 
 @given(st.data())
@@ -65,7 +65,7 @@ def test_ends_of_text_and_special_tokens(tmp_path: Path) -> None:
     assert max(kept(True, MASK)) < VOCAB_SIZE, "ids that the target does not have"
 
 
-# ---- the report -----------------------------------------------------------------------------
+# ---- the report ----
 
 
 def write_responses(path: Path, responses: list[list[int]]) -> Path:
@@ -161,7 +161,7 @@ def test_too_small_a_vocabulary_is_refused(tmp_path: Path, train_file: Path) -> 
         build(folder, train_file, None, draft_vocab_size=2)
 
 
-# ---- other options of the head --------------------------------------------------------------
+# ---- other options of the head ----
 
 
 def test_qwen3_style_heads_can_be_built(target_folder: Path, train_file: Path) -> None:

@@ -60,7 +60,7 @@ def eagle3_head(target: TargetModel, tmp_path: Path) -> Path:
     return save(tmp_path / "e", target, drafter)
 
 
-# ---- from EAGLE-3 to P-EAGLE ----------------------------------------------------------------
+# ---- from EAGLE-3 to P-EAGLE ----
 
 
 @torch.no_grad()
@@ -217,7 +217,7 @@ def test_a_foreign_map_is_kept(
     assert not any("covers" in w for w in record.warnings)
 
 
-# ---- from P-EAGLE, and to EAGLE-3 -----------------------------------------------------------
+# ---- from P-EAGLE, and to EAGLE-3 ----
 
 
 @pytest.mark.parametrize("format", ["vllm", "speculators"])
@@ -341,7 +341,7 @@ def test_heads_of_others_go_on(tmp_path: Path, name: str, method: str) -> None:
         assert record.target == "example/tiny"
 
 
-# ---- what is told ---------------------------------------------------------------------------
+# ---- what is told ----
 
 
 def test_what_cannot_be_checked_or_looks_wrong_is_told(
@@ -372,7 +372,7 @@ def test_paths_are_relative_to_the_file_and_not_part_of_a_dump(tmp_path: Path) -
     assert "init" not in config.head.model_dump(mode="json")
 
 
-# ---- what is refused ------------------------------------------------------------------------
+# ---- what is refused ----
 
 
 OTHER = dict.fromkeys(
@@ -476,7 +476,7 @@ def save_to_output(tmp_path: Path, head: Path) -> Path:
     return Path(shutil.copytree(head, tmp_path / "out" / "head"))
 
 
-# ---- whole runs -----------------------------------------------------------------------------
+# ---- whole runs ----
 
 
 def test_every_parameter_of_a_grown_head_learns(
@@ -524,7 +524,7 @@ def test_a_warm_started_run_resumes_exactly(
         assert torch.equal(value, second[name]), name
 
 
-# ---- a fine-tuned target --------------------------------------------------------------------
+# ---- a fine-tuned target ----
 
 
 def fine_tuned(folder: Path, source: Path) -> Path:

@@ -37,7 +37,7 @@ from tests.training.step_runs import Case
 SECTION = MethodSection(depth=5, depth_decay=0.9, cod_ratio=0.8, cod_floor=0.3)  # type: ignore[call-arg]
 
 
-# ---- one step of a head in float64 ----------------------------------------------------------
+# ---- one step of a head in float64 ----
 
 
 def make_odd_head(**options: Any) -> Drafter:
@@ -160,7 +160,7 @@ def segments_chosen(processes: Processes, sizes: list[int]) -> int:
     return choose_memory(case.shape, case.config.run, budget, processes=processes).segments
 
 
-# ---- whole runs -----------------------------------------------------------------------------
+# ---- whole runs ----
 
 
 def train(
@@ -212,7 +212,7 @@ def plan_by_time(processes: Processes, config: TrainConfig) -> int:
     return record["planned_steps"]
 
 
-# ---- accidents ------------------------------------------------------------------------------
+# ---- accidents ----
 
 
 def die_in_a_step(processes: Processes, config: TrainConfig, at: int) -> None:

@@ -183,7 +183,7 @@ def refuse(result: Mapping[str, Any]) -> None:
         raise typer.Exit(REFUSED)
 
 
-# ---- the plan and the data ------------------------------------------------------------------
+# ---- the plan and the data ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +362,7 @@ def _some(collected: Collected, num_tokens: float, seed: int) -> list[int]:
     return sorted(chosen)
 
 
-# ---- the run --------------------------------------------------------------------------------
+# ---- the run ----
 
 Measured = dict[str, dict[str, tuple[int, int]]]  # `accepted_drafts` of each side
 

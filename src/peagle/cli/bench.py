@@ -198,7 +198,7 @@ def bench(given: Given, options: BenchOptions) -> None:
     harness.conclude(results, text, THROUGHPUT, options.output, options.output_format)
 
 
-# ---- the plan -------------------------------------------------------------------------------
+# ---- the plan ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +313,7 @@ def _endpoints(
     return {name: (url, names.get(name)) for name, url in found.items()}
 
 
-# ---- the run --------------------------------------------------------------------------------
+# ---- the run ----
 
 
 def _run(given: Given, plan: BenchPlan) -> ThroughputResults:
@@ -379,7 +379,7 @@ def _run(given: Given, plan: BenchPlan) -> ThroughputResults:
     return results.model_copy(update={"advice": advice})
 
 
-# ---- arms -----------------------------------------------------------------------------------
+# ---- arms ----
 
 
 def _ks(plan: BenchPlan, models: Models) -> Sequence[int]:
@@ -487,7 +487,7 @@ def _training(models: Models) -> dict[str, TrainingRecord]:
     return {name: record for name, record in records.items() if record is not None}
 
 
-# ---- requests -------------------------------------------------------------------------------
+# ---- requests ----
 
 
 def _whole_turns(text: str) -> int:

@@ -207,7 +207,7 @@ def _with_trees(config: SpeculativeConfig, num_target_layers: int) -> Speculativ
     return replace(config, num_speculative_tokens=depth, parallel_drafting_spec=shape)
 
 
-# ---- results --------------------------------------------------------------------------------
+# ---- results ----
 
 
 def _report(
@@ -353,7 +353,7 @@ def identity_text(report: Mapping[str, Any]) -> Text:
     )
 
 
-# ---- views ----------------------------------------------------------------------------------
+# ---- views ----
 
 
 def make_console(no_color: bool) -> Console:

@@ -187,7 +187,7 @@ def _print(options: EndpointOptions, result: Mapping[str, Any], lines: list[str]
         print("\n".join(lines or ["no head was adapted"]))
 
 
-# ---- the endpoint ---------------------------------------------------------------------------
+# ---- the endpoint ----
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ def plan(
     print(json.dumps(result, indent=2))
 
 
-# ---- plans ----------------------------------------------------------------------------------
+# ---- plans ----
 
 
 def _create_calls(d: Deployment, notes: list[str]) -> list[dict[str, Any]]:

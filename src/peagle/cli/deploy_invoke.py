@@ -96,7 +96,7 @@ def invoke(
         )
 
 
-# ---- the request ----------------------------------------------------------------------------
+# ---- the request ----
 
 
 def _request(
@@ -172,7 +172,7 @@ def _parsed(text: str, flag: str) -> Any:
         raise UserError(f"{flag} is not JSON: {error}.") from None
 
 
-# ---- the answer -----------------------------------------------------------------------------
+# ---- the answer ----
 
 
 class _AnswerPrinter:

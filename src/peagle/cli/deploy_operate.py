@@ -39,7 +39,7 @@ Errors of the last day, as JSON; what vLLM says of its drafts:
 _WATCH_S = 30.0
 
 
-# ---- status ---------------------------------------------------------------------------------
+# ---- status ----
 
 
 def status(
@@ -78,7 +78,7 @@ def status(
         clients.clock.sleep(_WATCH_S)
 
 
-# ---- logs -----------------------------------------------------------------------------------
+# ---- logs ----
 
 
 def logs(

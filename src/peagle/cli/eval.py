@@ -167,7 +167,7 @@ def eval(given: Given, options: EvalOptions) -> None:
     harness.conclude(file.results, text, ACCEPTANCE, options.output, options.output_format)
 
 
-# ---- the plan -------------------------------------------------------------------------------
+# ---- the plan ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +375,7 @@ def _served_options(
     return ServedOptions(**{name: value for name, value in options.items() if value is not None})
 
 
-# ---- the run --------------------------------------------------------------------------------
+# ---- the run ----
 
 
 def _run(given: Given, plan: AcceptancePlan) -> tuple[AcceptanceFile, str]:
@@ -642,7 +642,7 @@ def _certify_server(plan: AcceptancePlan, certificate: ServedOptions) -> bool:
     return found.passed
 
 
-# ---- the results ----------------------------------------------------------------------------
+# ---- the results ----
 
 _MAX_COLUMNS = 12
 _LABEL = 18

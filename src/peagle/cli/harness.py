@@ -70,7 +70,7 @@ Sets = Annotated[
 ]
 
 
-# ---- requests -------------------------------------------------------------------------------
+# ---- requests ----
 
 
 def load_prompts(
@@ -114,7 +114,7 @@ def template_fields(thinking: bool | None, extra_body: Mapping[str, Any]) -> dic
     return extra
 
 
-# ---- models ---------------------------------------------------------------------------------
+# ---- models ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +397,7 @@ def display_name(source: str) -> str:
     return "/".join(parts if parts[0] in PAIR_NAMES else (BUNDLED, *parts))
 
 
-# ---- results --------------------------------------------------------------------------------
+# ---- results ----
 
 
 def provenance(target: str, dtype: str, device: torch.device | None = None) -> dict[str, Any]:

@@ -221,7 +221,7 @@ class _Maker:
             self._mode = ["--thinking" if thinking else "--no-thinking"]
         self._overrides = [word for one in overrides for word in ("--set", one)]
 
-    # ---- the stages --------------------------------------------------------------------------
+    # ---- the stages ----
 
     def probe(self, minutes: float) -> HeadProbe:
         """Write the first prompts and answers, which the data begins with, and train on some.
@@ -301,7 +301,7 @@ class _Maker:
         left = 60 * minutes - self._stages.seconds(without=("eval",)) - probe.starts_s["eval"]
         self._eval(eval_prompts(left, plan, probe))
 
-    # ---- their commands ----------------------------------------------------------------------
+    # ---- their commands ----
 
     def _synthesize(self, name: str, count: int, outputs: Sequence[Path] = ()) -> Stage:
         words = ["data", "synthesize", "--target", self._target, "--no-speculation"]

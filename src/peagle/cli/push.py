@@ -140,7 +140,7 @@ def push(
         print(_result(commit) if commit else "\nNothing was sent. Upload it with --yes.")
 
 
-# ---- arguments ------------------------------------------------------------------------------
+# ---- arguments ----
 
 
 def _is_hub_id(text: str) -> bool:
@@ -217,7 +217,7 @@ def _kept_card(path: Path, license: str | None) -> str:
         ) from None
 
 
-# ---- output ---------------------------------------------------------------------------------
+# ---- output ----
 
 
 def _description(plan: dict[str, Any], dtype: str) -> str:

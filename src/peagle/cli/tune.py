@@ -135,7 +135,7 @@ def tune(given: Given, options: TuneOptions) -> None:
     harness.conclude(results, tuning_text(results), TUNE, options.output, options.output_format)
 
 
-# ---- the plan -------------------------------------------------------------------------------
+# ---- the plan ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def _plan(given: Given, options: TuneOptions) -> TunePlan:
     return TunePlan(options, params, ks, sizes, batches, head, found, prompts, known, settings)
 
 
-# ---- the run --------------------------------------------------------------------------------
+# ---- the run ----
 
 
 def _run(given: Given, plan: TunePlan) -> TuneResults:

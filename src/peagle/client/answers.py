@@ -195,7 +195,7 @@ def printable_line(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-# ---- an event -------------------------------------------------------------------------------
+# ---- an event ----
 
 
 def _read_event(data: bytes) -> AnswerEvent:

@@ -213,7 +213,7 @@ class ApiClient:
         except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
             raise self._broken(failure_reason(error)) from None
 
-    # ---- errors -----------------------------------------------------------------------------
+    # ---- errors ----
 
     def refusal(self, status: int, body: bytes) -> UserError:
         """Return the error for an answer of another status than 200."""

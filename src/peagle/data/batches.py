@@ -276,7 +276,7 @@ class ValidationStream:
         return make_batch(self.dataset, rows, length)
 
 
-# ---- to a GPU -------------------------------------------------------------------------------
+# ---- to a GPU ----
 
 
 T = TypeVar("T")

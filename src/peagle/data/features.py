@@ -61,7 +61,7 @@ def target_states(target: TargetModel, batch: Batch) -> TargetStates:
     return TargetStates(features.unflatten(0, (rows, length)), hidden.unflatten(0, (rows, length)))
 
 
-# ---- what a store holds ---------------------------------------------------------------------
+# ---- what a store holds ----
 
 
 FORMAT_VERSION = 1
@@ -181,7 +181,7 @@ def dataset_sha256(dataset: ResponseDataset) -> str:
     return digest.hexdigest()
 
 
-# ---- shards ---------------------------------------------------------------------------------
+# ---- shards ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ def plan_shards(dataset: ResponseDataset, facts: StoreFacts) -> list[ShardPlan]:
     ]
 
 
-# ---- the index ------------------------------------------------------------------------------
+# ---- the index ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +352,7 @@ class Index:
             raise UserError(f"{str(path)!r} is damaged: {error}. Make the store again.") from None
 
 
-# ---- reading --------------------------------------------------------------------------------
+# ---- reading ----
 
 
 # float8 is read in pieces that stay in a core's cache.

@@ -374,7 +374,7 @@ class AskedConversation:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-# ---- records --------------------------------------------------------------------------------
+# ---- records ----
 
 _NO_OBJECT = "the line is no object"
 _CUT_LINE = "the line was cut off, since its server was killed"
@@ -509,7 +509,7 @@ def _describe_bad_line(where: str, line: bytes, error: Exception) -> str:
     return f"{where} {problem}. Correct the line or remove it."
 
 
-# ---- conversations --------------------------------------------------------------------------
+# ---- conversations ----
 
 
 def conversation_of(record: Record) -> RecordedConversation | None:
@@ -678,7 +678,7 @@ def _turns_of(messages: Sequence[dict[str, Any]]) -> tuple[str | tuple[dict[str,
     return tuple(turns)
 
 
-# ---- provenance -----------------------------------------------------------------------------
+# ---- provenance ----
 
 
 def side_file(path: Path) -> Path:

@@ -215,7 +215,7 @@ def seed_of(seed: int, messages: Iterable[Mapping[str, Any]]) -> int:
     return int.from_bytes(hashlib.sha256(asked.encode()).digest()[:4]) >> 1
 
 
-# ---- questions ------------------------------------------------------------------------------
+# ---- questions ----
 
 
 def _distinct(
@@ -300,7 +300,7 @@ def _answers_from(ask: Ask, is_chat: bool) -> int:
     return len(ask.dialogue.turns) - ask.turn if is_chat else 1
 
 
-# ---- the output -----------------------------------------------------------------------------
+# ---- the output ----
 
 
 def _line(ask: Ask, answer: RegeneratedAnswer, is_chat: bool) -> dict[str, Any]:
@@ -389,7 +389,7 @@ def write_side(output: Path, facts: Mapping[str, Any]) -> None:
     put_in_place(partial, side)
 
 
-# ---- an engine answers ----------------------------------------------------------------------
+# ---- an engine answers ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,7 +501,7 @@ class LocalAnswerer:
         )
 
 
-# ---- an endpoint answers --------------------------------------------------------------------
+# ---- an endpoint answers ----
 
 
 _MAX_WAIT_S = 60.0

@@ -289,7 +289,7 @@ def _read_lines(file: IO[bytes], path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-# ---- the target writes ----------------------------------------------------------------------
+# ---- the target writes ----
 
 
 class LocalWriter:

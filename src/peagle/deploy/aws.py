@@ -148,7 +148,7 @@ def _session() -> Any:
         return boto3.Session()
 
 
-# ---- errors ---------------------------------------------------------------------------------
+# ---- errors ----
 
 _THROTTLING = {
     *("Throttling", "ThrottlingException", "ThrottledException", "TooManyRequestsException"),

@@ -144,7 +144,7 @@ def _facts(
     return None
 
 
-# ---- files ----------------------------------------------------------------------------------
+# ---- files ----
 
 
 def load_catalog(extra: Sequence[Path] = ()) -> dict[str, CatalogEntry]:
@@ -276,7 +276,7 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-# ---- entries by name ------------------------------------------------------------------------
+# ---- entries by name ----
 
 
 def lookup(name: str, entries: dict[str, CatalogEntry]) -> CatalogEntry | None:

@@ -148,7 +148,7 @@ def _check(variables: Mapping[str, str]) -> None:
             )
 
 
-# ---- reading options of vLLM ----------------------------------------------------------------
+# ---- reading options of vLLM ----
 
 
 def flags_from(pairs: list[str], words: list[str]) -> dict[str, str]:

@@ -146,7 +146,7 @@ def _knee(before: CurvePoint, point: CurvePoint) -> str:
     return f"{more:.0%} more requests bring only {gained:+.0%} tokens/s"
 
 
-# ---- files ----------------------------------------------------------------------------------
+# ---- files ----
 
 
 def read_curves(

@@ -163,7 +163,7 @@ def _shorten(text: str) -> str:
     return plain if len(plain) <= _SHOWN_CHARACTERS else plain[:_SHOWN_CHARACTERS] + "..."
 
 
-# ---- errors ---------------------------------------------------------------------------------
+# ---- errors ----
 
 
 def _stream_errors() -> tuple[type[Exception], ...]:

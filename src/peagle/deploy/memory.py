@@ -194,7 +194,7 @@ def token_count(text: str) -> int | None:
     return int(digits) * scale or None if digits.isdecimal() else None
 
 
-# ---- facts from files -----------------------------------------------------------------------
+# ---- facts from files ----
 
 
 def facts_of_folder(folder: Path) -> ModelFacts:

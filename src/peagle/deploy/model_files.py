@@ -181,7 +181,7 @@ def _warn_unreadable(source: ModelSource, what: str, reason: str = "") -> None:
     )
 
 
-# ---- facts ----------------------------------------------------------------------------------
+# ---- facts ----
 
 
 @dataclass(frozen=True, slots=True)

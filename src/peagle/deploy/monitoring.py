@@ -74,7 +74,7 @@ class Acceptance:
         }
 
 
-# ---- CloudWatch -----------------------------------------------------------------------------
+# ---- CloudWatch ----
 
 
 def metric_names(num_positions: int) -> list[str]:
@@ -94,7 +94,7 @@ def from_sums(sums: Mapping[str, float]) -> Acceptance | None:
     return Acceptance(sums[names.NUM_DRAFTS], accepted, tuple(per_pos), "CloudWatch")
 
 
-# ---- vLLM's log -----------------------------------------------------------------------------
+# ---- vLLM's log ----
 
 # A filter pattern of CloudWatch Logs: both words are in every line of acceptance.
 VLLM_FILTER = '"SpecDecoding metrics"'
@@ -133,7 +133,7 @@ def from_vllm_log(lines: Iterable[str]) -> Acceptance | None:
     return Acceptance(num_drafts, num_accepted, tuple(per_pos), "vLLM's log")
 
 
-# ---- drift ----------------------------------------------------------------------------------
+# ---- drift ----
 
 
 @dataclass(frozen=True, slots=True)

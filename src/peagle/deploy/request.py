@@ -267,7 +267,7 @@ def with_new_head(base: Deployment, folder: Path, region: str, upload_to: str | 
     return d
 
 
-# ---- the model, its container and its head --------------------------------------------------
+# ---- the model, its container and its head ----
 
 
 def _target(model: str, entry: CatalogEntry | None, lookups: Lookups) -> ModelSource:
@@ -397,7 +397,7 @@ def _respread(base: Deployment, instance_type: str, given: Mapping[str, str]) ->
     return _spread({**kept, **given}, base.source, instance_type)
 
 
-# ---- options that need no look-up ------------------------------------------------------------
+# ---- options that need no look-up ----
 
 
 def _with_options(d: Deployment, request: DeploymentRequest) -> Deployment:
@@ -502,7 +502,7 @@ def check_autoscaling(wanted: Autoscaling) -> Autoscaling:
     return wanted
 
 
-# ---- the whole deployment -------------------------------------------------------------------
+# ---- the whole deployment ----
 
 
 def _check(d: Deployment) -> None:

@@ -101,7 +101,7 @@ def stack_name_of(endpoint: str) -> str:
     return f"peagle-endpoint-{endpoint}"
 
 
-# ---- stacks and endpoints that exist; UserError if AWS refuses a call -----------------------
+# ---- stacks and endpoints that exist; UserError if AWS refuses a call ----
 
 
 def find_stack(clients: Clients, endpoint: str) -> dict[str, Any] | None:
@@ -213,7 +213,7 @@ def _resources(clients: Clients, stack: str) -> list[tuple[str, str, str]]:
     ]
 
 
-# ---- requests -------------------------------------------------------------------------------
+# ---- requests ----
 
 
 def change_set_request(
@@ -301,7 +301,7 @@ def planned_call(
     return {**call, "until": until} if until else call
 
 
-# ---- changes --------------------------------------------------------------------------------
+# ---- changes ----
 
 
 def create(

@@ -72,7 +72,7 @@ class MetricValue:
     maximum: float | None = None
 
 
-# ---- the state ------------------------------------------------------------------------------
+# ---- the state ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ def depth_of(current: EndpointState) -> int | None:
     return k if isinstance(k, int) and 1 <= k <= MAX_SPECULATIVE_TOKENS else None
 
 
-# ---- the status -----------------------------------------------------------------------------
+# ---- the status ----
 
 
 @dataclass(frozen=True, slots=True)

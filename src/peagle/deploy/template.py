@@ -99,7 +99,7 @@ def with_autoscaling(template: Template, autoscaling: Autoscaling | None) -> Tem
     }
 
 
-# ---- what the metadata keeps ----------------------------------------------------------------
+# ---- what the metadata keeps ----
 
 
 def _metadata(described: Mapping[str, Any]) -> str:
@@ -152,7 +152,7 @@ def deployment_of(template: Mapping[str, Any], stamp: str) -> Deployment:
     return replace(made, **secret)
 
 
-# ---- secrets --------------------------------------------------------------------------------
+# ---- secrets ----
 
 
 def _secret_parameters(variables: Mapping[str, str], stamp: str) -> dict[str, str]:
@@ -192,7 +192,7 @@ def _variable_value(name: str, value: str, secrets: Mapping[str, str]) -> Any:
     return {"Ref": key}
 
 
-# ---- resources ------------------------------------------------------------------------------
+# ---- resources ----
 
 
 def _resource(kind: str, *, after: str = "", **properties: Any) -> dict[str, Any]:

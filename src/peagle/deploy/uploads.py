@@ -147,7 +147,7 @@ def _copy(transfer: Transfer, clients: Clients, report: Report) -> None:
     report(f"copied {len(keys)} files from {transfer.source.name} to {transfer.uri}")
 
 
-# ---- removal --------------------------------------------------------------------------------
+# ---- removal ----
 
 
 def remove(uris: Sequence[str], clients: Clients, report: Report) -> dict[str, str]:

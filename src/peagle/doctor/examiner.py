@@ -209,7 +209,7 @@ def _check_target(probe: Probe, report: Examination) -> bool:
     return True
 
 
-# ---- the training side -----------------------------------------------------------------------
+# ---- the training side ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +347,7 @@ def _check_dtype(repaired: Repaired, files: HeadFiles, probe: Probe) -> None:
             report.blame("dtype", "head", f"in float32 instead of {name}: {gain}", remedy)
 
 
-# ---- the style of the prompts ------------------------------------------------------------------
+# ---- the style of the prompts ----
 
 
 def _check_style(head: Head, probe: Probe, report: Examination) -> None:

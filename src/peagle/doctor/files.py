@@ -219,7 +219,7 @@ def _fits_target(files: HeadFiles) -> bool:
     return True
 
 
-# ---- weights ---------------------------------------------------------------------------------
+# ---- weights ----
 
 
 def _mend_values(files: HeadFiles) -> None:
@@ -273,7 +273,7 @@ def _mend_norms(files: HeadFiles) -> None:
         files.fault("norms", "norm weights", f"{', '.join(lost)} is missing", remedy)
 
 
-# ---- drafting in parallel --------------------------------------------------------------------
+# ---- drafting in parallel ----
 
 
 def _mend_mask(files: HeadFiles) -> None:
@@ -342,7 +342,7 @@ def _mend_mask_hidden(files: HeadFiles) -> None:
     files.fault("mask_hidden", "mask_hidden", text, remedy, loads=value.numel() == size > 0)
 
 
-# ---- draft vocabulary ------------------------------------------------------------------------
+# ---- draft vocabulary ----
 
 
 def _mend_maps(files: HeadFiles, config: DrafterConfig) -> None:
@@ -393,7 +393,7 @@ def _map_problem(ids: Tensor | None, kept: Tensor | None, config: DrafterConfig)
     return ""
 
 
-# ---- layers ----------------------------------------------------------------------------------
+# ---- layers ----
 
 
 def _window_of(files: HeadFiles, config: DrafterConfig) -> int | None:

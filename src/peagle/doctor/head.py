@@ -100,7 +100,7 @@ class _ReadDrafter(Drafter):
         return self.mask_hidden.flatten()[: self.config.hidden_size]
 
 
-# ---- its drafts ------------------------------------------------------------------------------
+# ---- its drafts ----
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ def _mask_choices(files: HeadFiles, probe: Probe, current: int | None) -> list[i
     return choices[:_MAX_MASK_IDS]
 
 
-# ---- repairs alone ---------------------------------------------------------------------------
+# ---- repairs alone ----
 
 
 def _aux_order_repairs(head: Head) -> Iterator[Change]:
@@ -318,7 +318,7 @@ def _norm_repairs(head: Head) -> Iterator[Change]:
         yield Change("norms", what, remedy, partial(Head.configured, norm_output=flag))
 
 
-# ---- faults of a serving side alone ------------------------------------------------------------
+# ---- faults of a serving side alone ----
 
 
 def _parallel_faults() -> Iterator[Change]:
@@ -361,7 +361,7 @@ def _layer_faults(head: Head, probe: Probe) -> Iterator[Change]:
         )
 
 
-# ---- the search --------------------------------------------------------------------------------
+# ---- the search ----
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ def _greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
-# ---- the comparison --------------------------------------------------------------------------
+# ---- the comparison ----
 
 
 def examine_serving(serving: Serving, probe: Probe, files: HeadFiles) -> None:
@@ -470,7 +470,7 @@ def _foreseen(ours: HeadDrafts) -> list[SpeculationStats]:
     return found
 
 
-# ---- faults that explain served drafts -------------------------------------------------------
+# ---- faults that explain served drafts ----
 
 
 def _find_faults(

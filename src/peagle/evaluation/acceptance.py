@@ -23,7 +23,7 @@ FIRST_CONTEXT, FIRST_OUTPUT = 64, 32
 _BIN = 0.5
 
 
-# ---- counters of a request ------------------------------------------------------------------
+# ---- counters of a request ----
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ def counts_of(answer: Answer, conversation: str = "") -> RequestCounts:
     return counts
 
 
-# ---- figures of some requests ---------------------------------------------------------------
+# ---- figures of some requests ----
 
 
 def conditional_acceptance(stats: SpeculationStats) -> list[float | None]:
@@ -170,7 +170,7 @@ def _figures(stats: SpeculationStats, k: int) -> dict[str, Any]:
     }
 
 
-# ---- figures of an entry --------------------------------------------------------------------
+# ---- figures of an entry ----
 
 
 def figures_of_answers(
@@ -286,7 +286,7 @@ def histogram(every: Iterable[SpeculationStats]) -> list[HistogramBin]:
     ]
 
 
-# ---- figures by step ------------------------------------------------------------------------
+# ---- figures by step ----
 
 
 @dataclass(frozen=True, slots=True)

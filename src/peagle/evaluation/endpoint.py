@@ -94,7 +94,7 @@ class EndpointBackend:
         self.model = self.models[0] if model is None else model
         self.facts = listed.get(self.model, {})
 
-    # ---- facts of the server ----------------------------------------------------------------
+    # ---- facts of the server ----
 
     @property
     def is_ours(self) -> bool:
@@ -143,7 +143,7 @@ class EndpointBackend:
                 break
         return now
 
-    # ---- a run ------------------------------------------------------------------------------
+    # ---- a run ----
 
     def run(self, requests: Sequence[Request], concurrency: int, watch: Watch | None = None) -> Run:
         """Answer `requests`, as `Backend.run`.
@@ -269,7 +269,7 @@ class EndpointBackend:
         except ForeignAnswer as error:
             raise self._api.foreign(str(error)) from None
 
-    # ---- single requests --------------------------------------------------------------------
+    # ---- single requests ----
 
     def ask(self, path: str, bodies: Sequence[Any], concurrency: int = 1) -> list[Reply]:
         """Send bodies to a path, and return the whole answers in order, whatever their status.
@@ -310,7 +310,7 @@ class EndpointBackend:
 
         return self._blocking(run_clients(concurrency, bodies, ask))
 
-    # ---- errors -----------------------------------------------------------------------------
+    # ---- errors ----
 
     def _check(self, reply: Reply) -> None:
         """Raise a UserError if every further request would fail in the same way."""

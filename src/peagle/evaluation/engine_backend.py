@@ -24,7 +24,7 @@ from peagle.models.target import TargetModel
 WARM_UP_TOKENS = 16
 
 
-# ---- engines --------------------------------------------------------------------------------
+# ---- engines ----
 
 
 def build_llms(
@@ -61,7 +61,7 @@ def release(target: TargetModel) -> None:
         torch.cuda.empty_cache()
 
 
-# ---- timed runs -----------------------------------------------------------------------------
+# ---- timed runs ----
 
 
 def time_requests(
@@ -116,7 +116,7 @@ def warm_up(llms: Mapping[str, LLM], prompts: Sequence[str | list[int]]) -> None
         llm.generate(prompts, SamplingParams(max_tokens=WARM_UP_TOKENS))
 
 
-# ---- the backend ----------------------------------------------------------------------------
+# ---- the backend ----
 
 
 class EngineBackend:

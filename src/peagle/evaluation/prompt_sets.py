@@ -147,7 +147,7 @@ def _has_messages(path: Path) -> bool:
     return isinstance(row, dict) and ("messages" in row or "conversations" in row)
 
 
-# ---- the hub --------------------------------------------------------------------------------
+# ---- the hub ----
 
 
 def _read_hub_set(wanted: HubSet) -> Iterator[Prompt]:

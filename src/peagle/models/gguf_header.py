@@ -129,7 +129,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         ) from None
 
 
-# ---- what is refused ------------------------------------------------------------------------
+# ---- what is refused ----
 
 
 def _refuse(path: Path, why: str) -> NoReturn:
@@ -226,7 +226,7 @@ def _type_of(path: Path, name: str, number: int, shape: tuple[int, ...]) -> Tens
     return kind
 
 
-# ---- the format -----------------------------------------------------------------------------
+# ---- the format ----
 
 
 class _Cursor:

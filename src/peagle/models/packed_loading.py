@@ -255,7 +255,7 @@ class _Loader:
         found = [*self._model.named_parameters(), *buffers]
         return [(name, tensor) for name, tensor in found if name not in covered]
 
-    # ---- checks, before any value is read -----------------------------------------------------
+    # ---- checks, before any value is read ----
 
     def _check(self) -> set[str]:
         """Refuse tensors that are missing, surplus, misshapen or of a type that cannot be read.
@@ -324,7 +324,7 @@ class _Loader:
                 "checkpoint again."
             )
 
-    # ---- names --------------------------------------------------------------------------------
+    # ---- names ----
 
     def _key(self, name: str) -> str:
         ours, theirs = self._prefix
@@ -340,7 +340,7 @@ class _Loader:
         found = self._suffixes.get(self._key(name), set())
         return any(last.endswith(("_proj_blocks", "_proj_scales")) for last in found)
 
-    # ---- values -------------------------------------------------------------------------------
+    # ---- values ----
 
     def _checked(self, name: str, value: Tensor | None, like: Tensor) -> Tensor:
         if value is None:
@@ -406,7 +406,7 @@ class _Loader:
             layer = PackedLinear(found.weight, bias, found.input_order, numbers=numbers)
             setattr(parent, last, layer)
 
-    # ---- experts ------------------------------------------------------------------------------
+    # ---- experts ----
 
     def _load_experts(self, name: str, module: Any) -> None:
         """Read the experts of a layer that are packed, or apart from each other."""

@@ -261,7 +261,7 @@ def read_mxfp4(
     return make_mxfp4(q, scales)
 
 
-# ---- shapes and types -----------------------------------------------------------------------
+# ---- shapes and types ----
 
 
 def _kind_of(scheme: Scheme, read: Read, name: str) -> Kind:
@@ -379,7 +379,7 @@ def _reason(suffix: str, scheme: Scheme) -> str:
     return scheme.text
 
 
-# ---- values ---------------------------------------------------------------------------------
+# ---- values ----
 
 
 def _check_scales(stored: StoredLinear) -> None:

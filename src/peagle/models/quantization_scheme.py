@@ -119,7 +119,7 @@ def scheme_of(data: Mapping[str, Any], name: str) -> Scheme:
     )
 
 
-# ---- fields ---------------------------------------------------------------------------------
+# ---- fields ----
 
 
 def _wrong(key: str, value: Any, expected: str) -> CheckpointError:
@@ -175,7 +175,7 @@ def _matches(pattern: str, name: str, key: str) -> bool:
         raise _wrong(key, pattern, "a regular expression") from None
 
 
-# ---- GPTQ and AWQ ---------------------------------------------------------------------------
+# ---- GPTQ and AWQ ----
 
 
 def _gptq_scheme(data: Mapping[str, Any], name: str) -> Scheme:
@@ -215,7 +215,7 @@ def _awq_scheme(data: Mapping[str, Any]) -> Scheme:
     )
 
 
-# ---- compressed-tensors ---------------------------------------------------------------------
+# ---- compressed-tensors ----
 
 
 def _refuse_transforms(transforms: Any) -> None:

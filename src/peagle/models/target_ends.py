@@ -104,7 +104,7 @@ class TargetEnds(TargetFacts):
         return stored.read() if isinstance(stored, _Stored) else stored
 
 
-# ---- the model's structure ------------------------------------------------------------------
+# ---- the model's structure ----
 
 
 def _read_ends(
@@ -137,7 +137,7 @@ def _read_ends(
     return weight, bias, weight if torch.equal(weight, stored.read()) else stored
 
 
-# ---- the checkpoint -------------------------------------------------------------------------
+# ---- the checkpoint ----
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,7 @@ class EventTemplate:
         return self._form % tuple([values[index] for index in self._order])
 
 
-# ---- usage ---------------------------------------------------------------------------------------
+# ---- usage ----
 
 
 def usage_of(
@@ -252,7 +252,7 @@ def report_of(
     }
 
 
-# ---- log-probabilities ---------------------------------------------------------------------------
+# ---- log-probabilities ----
 
 # One answer may hold millions of them. So they are written as JSON at once, not made into objects
 # first, and between so many tokens the event loop goes on.

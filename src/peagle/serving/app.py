@@ -59,7 +59,7 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-# ---- errors -------------------------------------------------------------------------------------
+# ---- errors ----
 
 
 def _add_handlers(app: FastAPI, service: Service) -> None:
@@ -196,7 +196,7 @@ def parsed(model: type[BaseModel], body: Any) -> Any:
         raise validation_error(error.errors(), model) from None
 
 
-# ---- status -------------------------------------------------------------------------------------
+# ---- status ----
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
@@ -266,7 +266,7 @@ def _model(service: Service) -> dict[str, Any]:
     return model
 
 
-# ---- generation ---------------------------------------------------------------------------------
+# ---- generation ----
 
 
 class _JsonRequest(Request):
@@ -395,7 +395,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return {"prompt": await tokenizer.decode(body.tokens)}
 
 
-# ---- administration -----------------------------------------------------------------------------
+# ---- administration ----
 
 
 def _add_admin(app: FastAPI, swaps: HeadSwaps) -> None:
@@ -410,7 +410,7 @@ def _add_admin(app: FastAPI, swaps: HeadSwaps) -> None:
         return swaps.facts()
 
 
-# ---- playground ---------------------------------------------------------------------------------
+# ---- playground ----
 
 
 def _add_playground(app: FastAPI) -> None:

@@ -157,7 +157,7 @@ class _Completions(GenerationAnswer):
         return {"usage": {**counts, "total_tokens": prompt + completion}}
 
 
-# ---- completions ---------------------------------------------------------------------------------
+# ---- completions ----
 
 
 async def complete(service: Service, body: CompletionBody, caller: Caller) -> GenerationAnswer:
@@ -280,7 +280,7 @@ def _choice(
     return {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
 
 
-# ---- chat ----------------------------------------------------------------------------------------
+# ---- chat ----
 
 
 async def answer_chat(service: Service, body: ChatBody, caller: Caller) -> GenerationAnswer:

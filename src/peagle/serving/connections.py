@@ -210,7 +210,7 @@ class Connections:
         self.remove(connection)
         connection.transport.abort()
 
-    # ---- turns ----------------------------------------------------------------------------------
+    # ---- turns ----
 
     def take_turn(self, connection: Connection) -> bool:
         """Return whether a connection may parse in this round; if not, it will be told to.
@@ -240,7 +240,7 @@ class Connections:
         while (queue := self._firsts or self._others) and self._begin_turn(loop):
             queue.popleft().handle_turn()
 
-    # ---- limits ---------------------------------------------------------------------------------
+    # ---- limits ----
 
     def all_busy(self) -> RefusedRequest:
         """Return the refusal of a request for which there is no connection, and count it."""
@@ -317,7 +317,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def _is_admitted(self) -> bool:
         return "is_admitted" in self.cycle.scope.get("state", {})
 
-    # ---- called by asyncio and uvicorn ----------------------------------------------------------
+    # ---- called by asyncio and uvicorn ----
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -384,7 +384,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         text = "The request is not one of HTTP/1.1, or its parts contradict each other."
         self.refuse(self.conn.refusal or ApiError(400, text, code="invalid_http"))
 
-    # ---- limits ---------------------------------------------------------------------------------
+    # ---- limits ----
 
     def _check_request(self, request: h11.Request) -> None:
         """Refuse a request that was sent too far ahead, or for which there is no connection."""

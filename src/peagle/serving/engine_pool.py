@@ -304,7 +304,7 @@ class EnginePool:
         """Return the facts of the engines, which are all alike; None while none is loaded."""
         return next((engine.info for engine in self.ready), None)
 
-    # ---- requests -------------------------------------------------------------------------------
+    # ---- requests ----
 
     async def stream(
         self,
@@ -387,7 +387,7 @@ class EnginePool:
             for stream in engine.streams.values() if engine is not None else ():
                 stream.fail(error)
 
-    # ---- swap of the head -----------------------------------------------------------------------
+    # ---- swap of the head ----
 
     @property
     def head_folder(self) -> str | None:
@@ -440,7 +440,7 @@ class EnginePool:
             proposers = {**spec.proposers, name: replace(speculative, model=folder)}
             self._specs[number] = replace(spec, proposers=proposers)
 
-    # ---- messages -------------------------------------------------------------------------------
+    # ---- messages ----
 
     def _handle_message(self, engine: EngineProcess, message: Any) -> None:
         match message:
@@ -481,7 +481,7 @@ class EnginePool:
             case None:
                 self._handle_end(engine)
 
-    # ---- ends -----------------------------------------------------------------------------------
+    # ---- ends ----
 
     async def _watch(self) -> None:
         """Look for engines that give no sign of life, for as long as the pool runs."""

@@ -51,7 +51,7 @@ _PR_SET_PDEATHSIG = 1
 _TRIED_TEXTS = ("def add(a, b):\n", "The capital of France is", "1, 2, 3, 4, 5,")
 
 
-# ---- messages between the front end and an engine process, pickled over a private pipe -----------
+# ---- messages between the front end and an engine process, pickled over a private pipe ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def _new_chunks(chunks: list[tuple[Any, ...]], stats: EngineStats | None) -> New
     return NewChunks([StreamChunk._make(chunk) for chunk in chunks], stats)
 
 
-# ---- signs of life -------------------------------------------------------------------------------
+# ---- signs of life ----
 
 Activity = Literal["working", "loading", "compiling"]
 _ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
@@ -213,7 +213,7 @@ class Heartbeat:
         self._planned_tokens = 0
         self.beat()
 
-    # ---- read by the front end ------------------------------------------------------------------
+    # ---- read by the front end ----
 
     @property
     def last_s(self) -> float:
@@ -230,7 +230,7 @@ class Heartbeat:
         """Return the engine's activity until then."""
         return _ACTIVITIES[int(self._values[2])]
 
-    # ---- written by the engine ------------------------------------------------------------------
+    # ---- written by the engine ----
 
     def _write(self, limit_s: float, activity: Activity) -> None:
         now = time.monotonic()
@@ -295,7 +295,7 @@ def announce_compilation(heartbeat: Heartbeat) -> None:
         knobs.runtime.jit_post_compile_hook = heartbeat.compiled
 
 
-# ---- the process ---------------------------------------------------------------------------------
+# ---- the process ----
 
 
 def run_engine(spec: EngineSpec, connection: Connection, heartbeat: Heartbeat) -> None:
@@ -501,7 +501,7 @@ class EngineWorker(EngineLoop):
         elif self.cancel(message.index):
             self._send([], always=True)
 
-    # ---- swap of the head -----------------------------------------------------------------------
+    # ---- swap of the head ----
 
     def _swap_head(self, order: HeadOrder) -> None:
         swap = self._swap

@@ -55,7 +55,7 @@ class ApiError(Exception):
         return {"error": {**fields, "code": self.code}}
 
 
-# ---- routes of OpenAI's and of vLLM's servers that peagle does not have --------------------------
+# ---- routes of OpenAI's and of vLLM's servers that peagle does not have ----
 
 _EMBEDDINGS = (
     "peagle serves models that generate text, and computes no embeddings, scores or classes. Run a "

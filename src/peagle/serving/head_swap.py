@@ -92,7 +92,7 @@ class HeadSwaps:
         self._swapping = None
         _ = swapping.cancelled() or swapping.exception()  # its client may have left
 
-    # ---- a trial --------------------------------------------------------------------------------
+    # ---- a trial ----
 
     async def _stop_trial(
         self, path: str, body: TrialBody | None, trying: asyncio.Task[None]
@@ -180,7 +180,7 @@ class HeadSwaps:
         if self._trying is not None:
             self._trying.cancel()
 
-    # ---- which heads may come -------------------------------------------------------------------
+    # ---- which heads may come ----
 
     def _resolve(self, path: str) -> Path:
         """Return the folder of a head; it and its files lie in an allowed folder, links or not.

@@ -180,7 +180,7 @@ def bearer_key(authorization: bytes) -> bytes | None:
     return None
 
 
-# ---- quotas --------------------------------------------------------------------------------------
+# ---- quotas ----
 
 _CODE = "rate_limit_exceeded"  # OpenAI's
 

@@ -96,7 +96,7 @@ def table() -> str:
     return "\n".join(["| name | most | what is counted |", "|---|---|---|", *rows])
 
 
-# ---- types of fields ----------------------------------------------------------------------------
+# ---- types of fields ----
 
 
 def length_limit(name: str) -> Any:
@@ -119,7 +119,7 @@ Messages = Annotated[list[dict[str, Any]], bounded_list("messages", 1)]
 TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]
 
 
-# ---- the text of a body --------------------------------------------------------------------------
+# ---- the text of a body ----
 
 # Parsing and validation hold the interpreter, in whichever thread they run. So a body that holds
 # more than any sensible one is refused by counting its bytes, at the speed of C, before it is

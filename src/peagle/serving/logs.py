@@ -185,7 +185,7 @@ def _json_value(value: object, name: object = None, *, is_shown: bool = False) -
     return str(value)
 
 
-# ---- the limit of lines ---------------------------------------------------------------------
+# ---- the limit of lines ----
 
 
 class RateLimitedHandler(logging.StreamHandler[TextIO]):

@@ -440,7 +440,7 @@ class HeadBody(_Body):
     trial: TrialBody | None = None
 
 
-# ---- bodies as sampling parameters ---------------------------------------------------------------
+# ---- bodies as sampling parameters ----
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _SAME_NAME = (

@@ -177,7 +177,7 @@ class Recorder:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    # ---- the thread -----------------------------------------------------------------------------
+    # ---- the thread ----
 
     def _run(self) -> None:
         is_last = False

@@ -214,7 +214,7 @@ def _status(output: RequestOutput) -> str:
     return "incomplete" if output.finish_reason == "length" else "completed"
 
 
-# ---- the input as messages -----------------------------------------------------------------------
+# ---- the input as messages ----
 
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
@@ -330,7 +330,7 @@ def _wrong(message: str, param: str) -> ApiError:
     return ApiError(400, message, param=param)
 
 
-# ---- the output as items -------------------------------------------------------------------------
+# ---- the output as items ----
 
 Event = dict[str, Any]
 

@@ -94,7 +94,7 @@ def _tokens(value: str) -> tuple[str, ...] | None:
     return (value,)
 
 
-# ---- what an option of vLLM is here ---------------------------------------------------------
+# ---- what an option of vLLM is here ----
 
 
 def _count(flag: VllmFlag) -> str:

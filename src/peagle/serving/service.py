@@ -167,7 +167,7 @@ class Service:
             changes["correction"] = correction
         return name, changes if k is None else changes | {"num_speculative_tokens": k}
 
-    # ---- texts as token ids ---------------------------------------------------------------------
+    # ---- texts as token ids ----
 
     async def render(
         self,
@@ -244,7 +244,7 @@ class Service:
         return replace(params, **changes) if changes else params
 
 
-# ---- one request ---------------------------------------------------------------------------------
+# ---- one request ----
 
 
 @dataclass(frozen=True, slots=True)

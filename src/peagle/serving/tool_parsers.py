@@ -84,7 +84,7 @@ class ToolCallParser:
         while (yield from self._more()):
             self._give(len(self._text))
 
-    # ---- reading: each moves self._at -------------------------------------------------------
+    # ---- reading: each moves self._at ----
 
     def _more(self) -> Steps[bool]:
         """Wait for a character; False at the end of the text."""
@@ -131,7 +131,7 @@ class ToolCallParser:
                 self._argue()
         return balance.is_closed
 
-    # ---- settling: each moves self._start ---------------------------------------------------
+    # ---- settling: each moves self._start ----
 
     def _give(self, end: int) -> None:
         """Give out the text up to `end` as content, and go on there."""
@@ -159,7 +159,7 @@ class ToolCallParser:
             self._deltas.append(CallDelta(self._calls - 1, unmarked(arguments)))
         self._drop()
 
-    # ---- calls: each settles what belongs to the call, or nothing and returns False ---------
+    # ---- calls: each settles what belongs to the call, or nothing and returns False ----
 
     def _object(self) -> Steps[bool]:
         """Read a call that is an object of name and arguments."""
@@ -274,7 +274,7 @@ class _Balance:
         return True
 
 
-# ---- families of models ----------------------------------------------------------------------
+# ---- families of models ----
 
 _LETTERS = string.ascii_letters + string.digits
 

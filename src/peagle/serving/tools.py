@@ -26,7 +26,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _ALTERNATIVES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
 
-# ---- requests -------------------------------------------------------------------------------
+# ---- requests ----
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoiceDict = None) -> None:
@@ -94,7 +94,7 @@ def _error(message: str, param: str) -> ApiError:
     return ApiError(400, message, param=param)
 
 
-# ---- forced calls ---------------------------------------------------------------------------
+# ---- forced calls ----
 
 
 def constraint(
@@ -168,7 +168,7 @@ def _moved(schema: Any, root: str) -> Any:
     return moved
 
 
-# ---- answers --------------------------------------------------------------------------------
+# ---- answers ----
 
 
 @dataclass(frozen=True, slots=True)

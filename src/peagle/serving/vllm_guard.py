@@ -124,7 +124,7 @@ def _is_alive(pid: int) -> bool:
         return True  # the pid belongs to another user by now, or the system has no /proc
 
 
-# ---- greedy decoding only ------------------------------------------------------------------------
+# ---- greedy decoding only ----
 
 # In the bodies of these routes `temperature` is a field; absent, it is the server's default, 0.
 _SAMPLING = frozenset(

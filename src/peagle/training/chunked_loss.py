@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from peagle.data.batches import ON_HOST
 from peagle.training.config import LossKind
 
-# ---- what the target says, and the losses ---------------------------------------------------
+# ---- what the target says, and the losses ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _softmax(logits: Tensor) -> Tensor:
     return torch.softmax(logits, dim=-1, dtype=_wide(logits.dtype))
 
 
-# ---- chunk after chunk ----------------------------------------------------------------------
+# ---- chunk after chunk ----
 
 
 # Logits that a chunk may have, of draft and target together: 256 MiB in bfloat16 on a GPU, where

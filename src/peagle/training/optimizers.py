@@ -244,7 +244,7 @@ class _Publish(torch.autograd.Function):
         return None, None, *gradients
 
 
-# ---- the optimizers -------------------------------------------------------------------------
+# ---- the optimizers ----
 
 
 def build_optimizers(

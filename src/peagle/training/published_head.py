@@ -300,7 +300,7 @@ def _training(
     return record, ()
 
 
-# ---- the model card -------------------------------------------------------------------------
+# ---- the model card ----
 
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")

@@ -269,7 +269,7 @@ def _entry(line: str) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) and {"kind", "step"} <= entry.keys() else None
 
 
-# ---- the best head --------------------------------------------------------------------------
+# ---- the best head ----
 
 
 class Selection:

@@ -58,7 +58,7 @@ def _check_facts(config: TrainConfig, checkpoint: Path) -> None:
     checkpoint_facts.require_steps_left(checkpoint, record.get("step", 0), config.optimizer.steps)
 
 
-# ---- room on the disk -----------------------------------------------------------------------
+# ---- room on the disk ----
 
 
 def missing_room(output: Path, checkpoint: int, head: int, *, resume: bool = False) -> str:

@@ -33,7 +33,7 @@ from peagle.training.partition import (
 )
 from peagle.training.training_methods import Graded, Selected, TrainingMethod, eagle3_graded
 
-# ---- grading --------------------------------------------------------------------------------
+# ---- grading ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Objective:
         return Grade(loss, weights_M.sum(), match_M)
 
 
-# ---- a batch --------------------------------------------------------------------------------
+# ---- a batch ----
 
 
 # Pairs of elements that a mask may hold.

@@ -260,7 +260,7 @@ def kernels_of(config: TrainConfig, device: torch.device) -> tuple[bool, bool]:
     return flex, flex and suits
 
 
-# ---- memory ---------------------------------------------------------------------------------
+# ---- memory ----
 
 
 def estimate_memory(shape: TrainingShape, segments: int, recompute: bool) -> PeakMemory:
@@ -400,7 +400,7 @@ def _loss_bytes(shape: TrainingShape, graded: int) -> int:
     return graded * head.hidden_size * 4 * size + max(chunk, rounded) + 4 * matrix
 
 
-# ---- arithmetic -----------------------------------------------------------------------------
+# ---- arithmetic ----
 
 
 def estimate_flops(shape: TrainingShape, recompute: bool) -> dict[str, int]:
@@ -434,7 +434,7 @@ def estimate_flops(shape: TrainingShape, recompute: bool) -> dict[str, int]:
     return {name: round(count) for name, count in parts.items() if count}
 
 
-# ---- choosing -------------------------------------------------------------------------------
+# ---- choosing ----
 
 
 # Numbers of segments that "auto" tries; more are not worth a pass each.

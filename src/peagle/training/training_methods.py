@@ -249,7 +249,7 @@ def concatenate(parts: Sequence[Elements]) -> Elements:
     )
 
 
-# ---- EAGLE-3 --------------------------------------------------------------------------------
+# ---- EAGLE-3 ----
 
 
 def eagle3_graded(

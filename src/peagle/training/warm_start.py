@@ -255,7 +255,7 @@ class InitHead:
         )
 
 
-# ---- what is refused ------------------------------------------------------------------------
+# ---- what is refused ----
 
 
 def _compare(
@@ -303,7 +303,7 @@ def _toml_text(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-# ---- what is warned of ----------------------------------------------------------------------
+# ---- what is warned of ----
 
 
 def _warnings(
@@ -348,7 +348,7 @@ def _warnings(
     return warnings
 
 
-# ---- the shared state of mask slots ---------------------------------------------------------
+# ---- the shared state of mask slots ----
 
 
 @torch.no_grad()

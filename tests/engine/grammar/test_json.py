@@ -91,7 +91,7 @@ def test_json_does_not_admit(compiler, text):
     assert not all(state.try_advance(token) for token in encode(text)) or not state.is_complete
 
 
-# ---- refusals -------------------------------------------------------------------------------
+# ---- refusals ----
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}}
 

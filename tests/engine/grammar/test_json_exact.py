@@ -24,7 +24,7 @@ Draft202012Validator = pytest.importorskip("jsonschema").Draft202012Validator
 JSON_SCHEMA = StructuredOutput.json_schema
 
 
-# ---- schemas --------------------------------------------------------------------------------
+# ---- schemas ----
 
 BOUND = st.one_of(st.integers(-(10**6), 10**6), st.floats(-1e6, 1e6).map(lambda x: round(x, 3)))
 
@@ -206,7 +206,7 @@ def _has_small(value: Any) -> bool:
     return bool(re.search(r"\de[+-]?\d", json.dumps(value)))
 
 
-# ---- layout and digits ----------------------------------------------------------------------
+# ---- layout and digits ----
 
 
 @pytest.mark.parametrize("blanks", ["  ", "\n\n", " \n", "\t", "\n" + " " * 5, "\n\t\t", "\r\n"])
@@ -249,7 +249,7 @@ def test_an_exclusive_bound_excludes_what_readers_round_to_it(compiler, bound):
         assert float(text) < bound or not admits(compiler, schema, text), text
 
 
-# ---- UTF-8 ----------------------------------------------------------------------------------
+# ---- UTF-8 ----
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_a_name_cannot_be_hidden_by_escapes(compiler):
         assert not admits(compiler, schema, f'{{"{name}":1}}')
 
 
-# ---- formats and texts ----------------------------------------------------------------------
+# ---- formats and texts ----
 
 
 def test_dates_are_those_of_the_calendar(compiler):

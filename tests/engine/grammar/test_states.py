@@ -42,7 +42,7 @@ def bundled() -> tuple[GrammarCompiler, list[str]]:
     return GrammarCompiler(tokenizer, len(tokenizer) + 37, [EOS]), texts
 
 
-# ---- the language ---------------------------------------------------------------------------
+# ---- the language ----
 
 ALPHABET = "ab1"
 PATTERNS = [
@@ -147,7 +147,7 @@ def test_word_piece_is_refused():
         GrammarCompiler(tokenizer, len(vocab), [1])
 
 
-# ---- ends -----------------------------------------------------------------------------------
+# ---- ends ----
 
 
 def test_only_the_stop_ids_of_the_request_end_it(compiler):
@@ -197,7 +197,7 @@ def test_bit_31_is_a_token_like_others(compiler):
     assert allowed(dead) == {token}
 
 
-# ---- rollback -------------------------------------------------------------------------------
+# ---- rollback ----
 
 
 @settings(max_examples=60, deadline=None)
@@ -232,7 +232,7 @@ def test_rollback_covers_the_longest_draft(compiler):
     assert allowed(state) == {EOS, *encode("a")}
 
 
-# ---- drafts ---------------------------------------------------------------------------------
+# ---- drafts ----
 
 
 def rebuilt_rows(compiler, outputs, drafts) -> tuple[list[int], list[set[int]]]:

@@ -52,7 +52,7 @@ def test_the_host_does_not_wait_for_an_upload() -> None:
     assert [set(values.tolist()) for values in found] == [{1}, {2}, {3}, {4}, {5}]
 
 
-# ---- sequences ------------------------------------------------------------------------------
+# ---- sequences ----
 
 
 def make_buffers(
@@ -289,7 +289,7 @@ def test_outputs_of_a_pass_are_kept(device: torch.device) -> None:
     assert kept[0].data_ptr() == buffers.copy_outputs([o[:1] for o in outputs])[0].data_ptr()
 
 
-# ---- drawn drafts ---------------------------------------------------------------------------
+# ---- drawn drafts ----
 
 
 def make_head(target: TargetModel, device: torch.device, draft_vocab_size: int) -> Drafter:

@@ -275,7 +275,7 @@ def test_a_grammar_holds_where_acceptance_is_synthetic(
     assert llm.stats.eager_steps == {}
 
 
-# ---- drawn drafts ---------------------------------------------------------------------------
+# ---- drawn drafts ----
 
 DRAWS = {"draft_sampling": "probabilistic"}
 # By drawn drafts a seed gives other outputs than by argmax drafts: each has its own.

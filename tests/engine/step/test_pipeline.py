@@ -325,7 +325,7 @@ def test_reading_a_report(row: list[int], tokens: RowTokens, drafts: list[int]) 
     assert read_drafts(report_BX, 3, 3) == [RowDrafts(drafts), RowDrafts([])]
 
 
-# ---- steps that no graph can run ------------------------------------------------------------
+# ---- steps that no graph can run ----
 
 PLAIN = SamplingParams(max_tokens=9)
 INSIDE = replace(PLAIN, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3)

@@ -292,7 +292,7 @@ def test_mixed_rules_and_schedules(
     simulate(World(requests, len(requests) + num_empty, device), seed, num_steps=5)
 
 
-# --- what lies on the device ----------------------------------------------------------------------
+# --- what lies on the device ---
 
 PENALTY = SamplingParams(frequency_penalty=1.5, repetition_penalty=1.4)
 
@@ -408,7 +408,7 @@ def test_broken_logits_give_no_token(value: float, temperature: float) -> None:
     assert counts_of(world.eager.slots, world.pairs[0].true) == [0] * VOCAB
 
 
-# --- when it works --------------------------------------------------------------------------------
+# --- when it works ---
 
 
 def test_a_minimum_that_the_host_knows_to_be_reached_is_dropped() -> None:

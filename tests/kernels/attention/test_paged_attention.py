@@ -105,7 +105,7 @@ def check(
     return out
 
 
-# ---- the same numbers as the reference ------------------------------------------------------
+# ---- the same numbers as the reference ----
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -310,7 +310,7 @@ def test_strides(num_splits: int, written: bool, device: str) -> None:
         assert_same_cache(cache, case.make_cache(with_new=True))
 
 
-# ---- an 8-bit cache -------------------------------------------------------------------------
+# ---- an 8-bit cache ----
 
 SCALES = pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.02)], ids=str)
 
@@ -419,7 +419,7 @@ def test_an_8bit_cache_of_32k(scales: tuple[float, float]) -> None:
     check(case, None, True)
 
 
-# ---- what is not written, or not seen -------------------------------------------------------
+# ---- what is not written, or not seen ----
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -513,7 +513,7 @@ def test_a_layer_that_shares_a_cache(device: str) -> None:
     case.check(attend(case, config(num_splits=3), 9, cache=cache), case.reference(9))
 
 
-# ---- counters and partial results -----------------------------------------------------------
+# ---- counters and partial results ----
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -550,7 +550,7 @@ def test_prompts_may_be_split_too(sinks: bool, device: str) -> None:
     check(case, config(num_splits=3), False, sinks=case.sinks() if sinks else None)
 
 
-# ---- what only a card can do ----------------------------------------------------------------
+# ---- what only a card can do ----
 
 
 @pytest.mark.gpu

@@ -30,7 +30,7 @@ POISON = -77
 SIZES = [(1, 1), (3, 97), (2, 2048), (5, 2049), (12, 4100), (17, 4097), (64, 8191), (65, 8193)]
 
 
-# ---- choosing -------------------------------------------------------------------------------
+# ---- choosing ----
 
 
 def first_greatest(logits_NV: Tensor, d2t: Tensor | None) -> list[int]:
@@ -144,7 +144,7 @@ def test_rows_and_places_must_agree() -> None:
         choose_drafts(torch.zeros(97, 4).t(), None, scratch, out)
 
 
-# ---- the passes behind the first ------------------------------------------------------------
+# ---- the passes behind the first ----
 
 
 def guarded_chain(num_seqs: int, k: int, device: str) -> tuple[ChainBuffers, list[Tensor]]:

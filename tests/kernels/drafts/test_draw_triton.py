@@ -100,7 +100,7 @@ def test_logits_that_mean_nothing_leave_a_draft_that_was_not_drawn(
     assert drafts.eq(0).all() and not (probs > 0).any()
 
 
-# ---- verification of them -------------------------------------------------------------------
+# ---- verification of them ----
 
 
 def draw_and_verify(

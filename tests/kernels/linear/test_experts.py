@@ -93,7 +93,7 @@ def check(found: Tensor, expected: Tensor) -> None:
     assert error < bound
 
 
-# ---- packing --------------------------------------------------------------------------------
+# ---- packing ----
 
 
 def test_unpacks_what_the_format_says() -> None:
@@ -171,7 +171,7 @@ def test_packing_keeps_the_weight(format: str, bound: float) -> None:
     assert packed.num_inputs == 64
 
 
-# ---- the plan -------------------------------------------------------------------------------
+# ---- the plan ----
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -245,7 +245,7 @@ def test_plans_equal_those_of_torch(
         assert torch.equal(plan[:count][own].sort().values.long(), order[own])
 
 
-# ---- products -------------------------------------------------------------------------------
+# ---- products ----
 
 CONFIGS = [
     GroupedConfig(16, 16, 32, 1, 4, 2),

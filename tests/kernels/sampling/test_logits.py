@@ -151,7 +151,7 @@ def logits_for(batch: list[Request], seed: int = 0) -> Tensor:
     return random_logits(len(contexts(batch)), seed)
 
 
-# --- references: one context at a time -----------------------------------------------------------
+# --- references: one context at a time ---
 
 
 def hf_masks(r: Request, output: list[int], row: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def one_at_a_time(batch: list[Request], logits: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-# --- strategies ----------------------------------------------------------------------------------
+# --- strategies ---
 
 tokens = st.integers(0, VOCAB - 1)
 
@@ -241,7 +241,7 @@ batches = st.lists(requests, min_size=1, max_size=4)
 seeds = st.integers(0, 2**31)
 
 
-# --- properties ----------------------------------------------------------------------------------
+# --- properties ---
 
 
 @pytest.mark.slow
@@ -363,7 +363,7 @@ def test_filters_keep_a_token_even_with_ties(row: list[float], min_p: float, mas
     assert float(probs[0, typical].sum()) >= mass - 1e-12
 
 
-# --- single rules, by hand -----------------------------------------------------------------------
+# --- single rules, by hand ---
 
 
 def test_typical_keeps_the_smallest_typical_set() -> None:
@@ -468,7 +468,7 @@ def test_no_rules_leave_the_very_tensor() -> None:
     assert process_logits(logits, rows_of(batch), LogitsRules(), floats([1.0])) is logits
 
 
-# --- exactness under verification ----------------------------------------------------------------
+# --- exactness under verification ---
 
 _PAIR = {"repetition": 1.6, "frequency": 0.5, "typical_p": 0.9, "bad_words": [[1, 2], [6, 4]]}
 

@@ -93,7 +93,7 @@ def test_the_logits_are_not_changed_and_no_rows_give_nothing() -> None:
     assert token_logprobs(logits[:0], [], []) == []
 
 
-# --- in two launches ------------------------------------------------------------------------------
+# --- in two launches ---
 
 
 @pytest.mark.parametrize("device", DEVICES)

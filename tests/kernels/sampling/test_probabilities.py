@@ -160,7 +160,7 @@ def test_low_precision_logits_give_float32_probabilities(dtype: torch.dtype) -> 
     torch.testing.assert_close(found[0], torch.softmax(logits[0].float(), -1))
 
 
-# ---- drawing --------------------------------------------------------------------------------
+# ---- drawing ----
 
 weight = st.sampled_from([0.0, 0.0, 5e-324, 1e-30, 0.1, 1 / 3, 1.0, 7.0]) | st.floats(0, 1)
 

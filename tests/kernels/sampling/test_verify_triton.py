@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 REAL = 151_936
 
 
-# ---- batches, the references and the kernels ------------------------------------------------
+# ---- batches, the references and the kernels ----
 
 
 @dataclass
@@ -249,7 +249,7 @@ def check(case: Case, device: str, dtype: torch.dtype = torch.float32) -> int:
     return int((~same).sum())
 
 
-# ---- real acceptance ------------------------------------------------------------------------
+# ---- real acceptance ----
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -363,7 +363,7 @@ def test_kernels_compile_for_a_card() -> None:
     assert len(compile_for_card("verification")) == 2 + 2 + 2 + 4 + 4 + 2
 
 
-# ---- synthetic acceptance -------------------------------------------------------------------
+# ---- synthetic acceptance ----
 
 KINDS = pytest.mark.parametrize(
     "kind", ["greedy", "argmax drafts", "drawn drafts", "drawn from fewer tokens"]
@@ -411,7 +411,7 @@ def test_fewer_rates_than_drafts_are_refused() -> None:
         run(case, "cpu")
 
 
-# ---- the draw -------------------------------------------------------------------------------
+# ---- the draw ----
 
 
 @pytest.mark.parametrize("device", DEVICES)

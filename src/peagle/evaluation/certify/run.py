@@ -113,7 +113,7 @@ def run_certificate(
     )
 
 
-# ---- greedy ---------------------------------------------------------------------------------
+# ---- greedy ----
 
 
 def _certify(subject: _Subject, feature: Feature, method: DecodingMethod) -> CertifiedCase:
@@ -165,7 +165,7 @@ def _certify(subject: _Subject, feature: Feature, method: DecodingMethod) -> Cer
     )
 
 
-# ---- sampled --------------------------------------------------------------------------------
+# ---- sampled ----
 
 
 def _test_distribution(subject: _Subject, cases: Sequence[Case]) -> Iterator[SampledTest]:
@@ -285,7 +285,7 @@ def _exact_cells(
     return joint_cells(next_probs, subject.options.sampled_tokens, least)
 
 
-# ---- text -----------------------------------------------------------------------------------
+# ---- text ----
 
 
 def certificate_text(certificate: CertificateResults) -> str:

@@ -190,7 +190,7 @@ def _count_drafts(subject: ServedSubject, before: Counters | None) -> DraftCount
     return drafts
 
 
-# ---- greedy ---------------------------------------------------------------------------------
+# ---- greedy ----
 
 
 def _greedy_conditions(
@@ -415,7 +415,7 @@ def _shown(token: str | None, top: Mapping[str, float]) -> str:
     return f"{token!r} ({'not among the likeliest' if logprob is None else f'{logprob:.3g}'})"
 
 
-# ---- sampled --------------------------------------------------------------------------------
+# ---- sampled ----
 
 
 def _sampled_tests(
@@ -511,7 +511,7 @@ def _context(server: ScoringServer, answer: ServedAnswer) -> ServedPrompt:
     return server.prefix(answer, place) or answer.prompt
 
 
-# ---- text -----------------------------------------------------------------------------------
+# ---- text ----
 
 
 def served_text(certificate: ServedCertificate) -> str:

@@ -145,7 +145,7 @@ class ScoringServer:
         count = answer.usage.num_prompt_tokens
         return len(answer.tokens) == count + 1 > 2 and len(answer.tokens[1].top) > 1
 
-    # ---- questions --------------------------------------------------------------------------
+    # ---- questions ----
 
     def ask(
         self,

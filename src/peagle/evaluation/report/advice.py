@@ -26,7 +26,7 @@ def advice_of(results: Results) -> list[str]:
     return [one for one in found if one]
 
 
-# ---- acceptance -----------------------------------------------------------------------------
+# ---- acceptance ----
 
 
 def acceptance_advice(entries: Sequence[Entry], comparisons: Sequence[Comparison]) -> str:
@@ -80,7 +80,7 @@ def _compared(one: Comparison) -> str:
     return f"No difference between {name} and {other} is shown {shown}: {do}."
 
 
-# ---- throughput -----------------------------------------------------------------------------
+# ---- throughput ----
 
 
 def throughput_advice(file: ThroughputResults) -> str:

@@ -274,7 +274,7 @@ def _settings() -> Iterator[None]:
         yield
 
 
-# ---- drawing --------------------------------------------------------------------------------
+# ---- drawing ----
 
 
 def _draw(chart: Chart, axes: Axes) -> dict[str, Sequence[str]]:
@@ -415,7 +415,7 @@ def _plain(text: str) -> str:
     return cut(visible(text), 90).replace("\n", " ")
 
 
-# ---- SVG ------------------------------------------------------------------------------------
+# ---- SVG ----
 
 
 def _write(figure: Figure, tips: dict[str, Sequence[str]], attributes: str) -> Markup:

@@ -120,7 +120,7 @@ def write_file(path: Path, data: bytes) -> None:
         raise UserError(f"{str(path)!r} cannot be written: {error.strerror}.") from None
 
 
-# ---- CSV ------------------------------------------------------------------------------------
+# ---- CSV ----
 
 
 def acceptance_csv(file: AcceptanceResults) -> bytes:

@@ -48,7 +48,7 @@ def _sizes(title: str, values: Sequence[Number]) -> Axis:
     return Axis(title, ticks, min(values) / 1.1, max(values) * 1.1, log=True)
 
 
-# ---- throughput -----------------------------------------------------------------------------
+# ---- throughput ----
 
 
 def load_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
@@ -154,7 +154,7 @@ def k_charts(file: ThroughputResults, cast: Cast, name: str) -> list[Chart]:
     return charts
 
 
-# ---- acceptance -----------------------------------------------------------------------------
+# ---- acceptance ----
 
 
 def _named(entry: Entry, cast: Cast) -> str:
@@ -343,7 +343,7 @@ def request_charts(condition: Condition, cast: Cast) -> list[Chart]:
     return charts
 
 
-# ---- cost -----------------------------------------------------------------------------------
+# ---- cost ----
 
 
 def schedule_chart(file: TuneResults) -> Chart:

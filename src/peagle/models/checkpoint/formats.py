@@ -165,7 +165,7 @@ def _own_facts(data: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-# ---- the vLLM style ---------------------------------------------------------------------------
+# ---- the vLLM style ----
 
 
 def _write_vllm(config: DrafterConfig) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _read_vllm(data: Mapping[str, Any], num_target_layers: int | None) -> dict[s
     }
 
 
-# ---- the speculators style ---------------------------------------------------------------------
+# ---- the speculators style ----
 
 
 def _write_speculators(config: DrafterConfig, verifier: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def _read_verifier(data: Mapping[str, Any]) -> dict[str, Any]:
     return {"name_or_path": name, "architectures": architectures}
 
 
-# ---- what both styles share ----------------------------------------------------------------------
+# ---- what both styles share ----
 
 
 def _write_layers(config: DrafterConfig) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def _moved(weight: PackedWeight, device: torch.device) -> PackedWeight:
     return replace(weight, **{n: None if t is None else t.to(device) for n, t in tensors.items()})
 
 
-# ---- writing ------------------------------------------------------------------------------------
+# ---- writing ----
 
 
 def layer_types(
@@ -232,7 +232,7 @@ def _rounded(weight: Tensor, quantization: StoredQuantization, scale: Tensor) ->
     return ratio.round_().clamp_(-largest - (quantization == "int4"), largest)
 
 
-# ---- training -----------------------------------------------------------------------------------
+# ---- training ----
 
 
 class Rounding:

@@ -28,7 +28,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 _MAP_TYPES = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool, torch.uint8)}
 
 
-# ---- names and shapes -----------------------------------------------------------------------
+# ---- names and shapes ----
 
 
 def split_tensors(drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
@@ -69,7 +69,7 @@ def fill(drafter: Drafter, tensors: Mapping[str, Tensor]) -> None:
             offset += rows
 
 
-# ---- checks ---------------------------------------------------------------------------------
+# ---- checks ----
 
 
 def check_tensors(
@@ -176,7 +176,7 @@ def _check_vocabulary_maps(tensors: dict[str, Tensor], config: DrafterConfig, so
         raise CheckpointError(f"{source}: d2t and t2d disagree about the draft vocabulary.")
 
 
-# ---- files ----------------------------------------------------------------------------------
+# ---- files ----
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, Tensor], str]:

@@ -68,7 +68,7 @@ const narrow = matchMedia("(max-width: 40rem)"); // one column, as in the style 
 /** An error whose message is meant for the reader of the page. */
 class Problem extends Error {}
 
-// ---- the wire -------------------------------------------------------------------------------
+// ---- the wire ----
 
 /** The data of each event of a server-sent stream; its bytes may be cut anywhere. */
 export async function* readEvents(stream) {
@@ -137,7 +137,7 @@ function explain(error, hasBegun) {
   return "The server cannot be reached.";
 }
 
-// ---- measuring ------------------------------------------------------------------------------
+// ---- measuring ----
 
 /** Counts of one answer. Times are in seconds since its request. */
 export class Meter {
@@ -254,7 +254,7 @@ export function differenceFrom(plain, answer) {
   return `character ${i + 1}`;
 }
 
-// ---- drawing --------------------------------------------------------------------------------
+// ---- drawing ----
 
 function element(name, className, text = "") {
   const node = document.createElement(name);
@@ -434,7 +434,7 @@ function drawTree(svg, nodes) {
 
 const refusedDrafts = (texts) => texts.map((text) => element("s", "refused", text.replaceAll("\n", "⏎")));
 
-// ---- a column -------------------------------------------------------------------------------
+// ---- a column ----
 
 /** One method: its switch, numbers, answer and chart. */
 class Column {
@@ -718,7 +718,7 @@ class Column {
   }
 }
 
-// ---- the page -------------------------------------------------------------------------------
+// ---- the page ----
 
 let model = null;
 let columns = [];
@@ -897,7 +897,7 @@ function comeIntoView(node) {
   node.scrollIntoView({ behavior: reducedMotion.matches ? "auto" : "smooth" });
 }
 
-// ---- the conversation -----------------------------------------------------------------------
+// ---- the conversation ----
 
 /** The next message follows this answer, which all methods then share. */
 function keepTurn(user, column) {
@@ -954,7 +954,7 @@ function setPrompt(text) {
   $("prompt").scrollTop = $("prompt").scrollHeight;
 }
 
-// ---- slow motion ----------------------------------------------------------------------------
+// ---- slow motion ----
 
 /** All methods advance together, one step of the target each. */
 function prepareReplay() {
@@ -988,7 +988,7 @@ function stopReplay() {
   $("play").textContent = "Slow motion";
 }
 
-// ---- the model ------------------------------------------------------------------------------
+// ---- the model ----
 
 function showModel(chosen) {
   model = chosen;
