@@ -108,26 +108,6 @@ SHAPES = {
         head_intermediate_size=8640,
         format="mxfp4",
     ),
-    "gpt-oss-120b": Shape(
-        "gpt_oss",
-        {
-            "vocab_size": 201_088,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "sliding_window": 128,
-            "layer_types": ["sliding_attention", "full_attention"] * 18,
-            "max_position_embeddings": 131_072,
-        },
-        draft_vocab_size=32_000,
-        head_intermediate_size=8640,
-        format="mxfp4",
-    ),
     "gemma-4-31b": Shape(
         "gemma4_text",
         {
@@ -208,6 +188,17 @@ SHAPES = {
 }
 
 SHAPES["qwen3-8b-fp8"] = replace(SHAPES["qwen3-8b"], format="fp8")
+
+_OSS_20B = SHAPES["gpt-oss-20b"]
+SHAPES["gpt-oss-120b"] = replace(
+    _OSS_20B,
+    config=_OSS_20B.config
+    | {
+        "num_hidden_layers": 36,
+        "num_local_experts": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+    },
+)
 
 
 def make_config(shape: Shape) -> Any:

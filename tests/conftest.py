@@ -48,6 +48,15 @@ VOCAB_SIZE = 320
 LOGGERS = ("peagle.serving", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 LOGGERS += ("opentelemetry", "asyncio")
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+# Sizes of a head for a target of hidden size 32.
+HEAD_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -140,12 +149,7 @@ def make_drafter(
     """A random head for `target`."""
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_layers": 2,
-        "num_attention_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
+        **HEAD_SIZES,
         "vocab_size": target.vocab_size,
         "draft_vocab_size": target.vocab_size,
         "target_hidden_size": target.hidden_size,

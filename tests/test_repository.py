@@ -70,7 +70,6 @@ def test_help_imports_nothing_heavy():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_llm_imports_no_more_than_torch_and_transformers_themselves():
     """Without triton. Their parts are imported with a model: imports are most of a start."""
     code = "import torch, transformers\nbefore = set(sys.modules)\nfrom peagle import LLM\n"

@@ -24,7 +24,6 @@ from tests.doctor.planting import (
 )
 
 HEAD = HEADS["pair2"]
-Sabotage = Callable[[pytest.MonkeyPatch], None]
 
 
 def serve(probe: Probe, change: Callable[[Served], Served] | None = None) -> Examination:

@@ -28,6 +28,7 @@ from peagle.models.checkpoint import load_drafter
 from peagle.models.drafter import Drafter, DrafterConfig, RMSNorm
 from peagle.models.target import TargetModel
 from peagle.speculation import Drafts, ProposerInput, proposers
+from tests.conftest import HEAD_SIZES
 from tests.models.reference_head import ReferenceHead, Slot
 
 K = 5
@@ -166,12 +167,7 @@ def test_low_precision_norms_compute_in_float32() -> None:
 )
 def test_impossible_shapes_are_refused(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_layers": 2,
-        "num_attention_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
+        **HEAD_SIZES,
         "vocab_size": 320,
         "draft_vocab_size": 320,
         "target_hidden_size": 32,

@@ -24,6 +24,7 @@ from peagle.models.drafter import Drafter, DrafterConfig, DrafterMLP
 from peagle.models.fusion import FusedLinear, FusedPart, fuse
 from peagle.models.skinny import SkinnyFusedLinear, SkinnyLinear, SkinnySwiGLU, use_skinny
 from peagle.models.target import TargetModel
+from tests.conftest import HEAD_SIZES
 from tests.models.tiny import make_model
 
 pytest.importorskip("triton", reason="needs triton")
@@ -74,12 +75,7 @@ def make_target(
 def make_head(dtype: torch.dtype = torch.float32, **sizes: Any) -> Drafter:
     torch.manual_seed(0)
     options: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_layers": 2,
-        "num_attention_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
+        **HEAD_SIZES,
         "vocab_size": 320,
         "draft_vocab_size": 320,
         "target_hidden_size": 32,

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,6 +19,8 @@ from peagle.models.fingerprint import TargetFingerprint
 from peagle.models.target import TargetModel, load_tokenizer
 from peagle.training.build import Built, build_drafter
 from peagle.training.config import TrainConfig
+from peagle.training.reporting import TrainingReport
+from peagle.training.trainer import Trainer
 
 
 def make_config(target: Path, responses: Path, output: Path, **changes: Any) -> TrainConfig:
@@ -63,6 +66,22 @@ def twelve_steps(**run: Any) -> dict[str, dict[str, Any]]:
     """Changes for `make_config`: every step is logged, every other one validated and saved."""
     every = {"log_every": 1, "validate_every": 2, "save_every": 2, "save_dtype": "float32"}
     return {"optimizer": {"steps": 12}, "run": {**every, **run}}
+
+
+class Stop(Exception):
+    """The end of a run before its last step."""
+
+
+def run_until_step(trainer: Trainer, last: int) -> None:
+    """Run until the report of a step, which comes before its checkpoint is saved."""
+
+    def stop(report: TrainingReport) -> None:
+        if report.step >= last:
+            raise Stop
+
+    trainer.report = stop
+    with pytest.raises(Stop):
+        trainer.run()
 
 
 def steps_of(folder: Path, kind: str) -> list[int]:

@@ -16,7 +16,7 @@ from peagle.models.checkpoint import CORRECTION_NAME
 from peagle.training.config import TrainConfig
 from peagle.training.reporting import TrainingReport
 from peagle.training.trainer import Trainer
-from tests.training.runs import make_config, read_checkpoint
+from tests.training.runs import make_config, read_checkpoint, run_until_step
 
 FEW = {"rank": 16, "width": 32, "steps": 12, "learning_rate": 1e-2}
 OFTEN = {"log_every": 4, "validate_every": 4, "save_every": 4}
@@ -79,17 +79,7 @@ def test_a_resumed_fit_equals_an_uninterrupted_one(
 ) -> None:
     Trainer(fitting(target_folder, responses, tmp_path / "whole", head)).run()
     halved = Trainer(fitting(target_folder, responses, tmp_path / "halved", head))
-
-    class Stop(Exception):
-        pass
-
-    def stop(report: TrainingReport) -> None:
-        if report.step >= 8:
-            raise Stop
-
-    halved.report = stop
-    with pytest.raises(Stop):
-        halved.run()
+    run_until_step(halved, 8)
     again = Trainer(fitting(target_folder, responses, tmp_path / "halved", head))
     again.run(resume=True)
     first, second = (read_checkpoint(tmp_path / name) for name in ("whole", "halved"))

@@ -19,7 +19,7 @@ from peagle.models.target import TargetModel
 from peagle.training.config import TrainConfig
 from peagle.training.reporting import TrainingReport
 from peagle.training.trainer import Trainer
-from tests.training.runs import make_config, read_checkpoint, twelve_steps
+from tests.training.runs import make_config, read_checkpoint, run_until_step, twelve_steps
 
 SMALL = {"train": "together", "rank": 16, "width": 32}
 
@@ -84,18 +84,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         )
 
     Trainer(config("whole")).run()
-    halved = Trainer(config("halved"))
-
-    class Stop(Exception):
-        pass
-
-    def stop(report: TrainingReport) -> None:
-        if report.step >= 8:
-            raise Stop
-
-    halved.report = stop
-    with pytest.raises(Stop):
-        halved.run()
+    run_until_step(Trainer(config("halved")), 8)
     (tmp_path / "halved/head" / CORRECTION_NAME).write_bytes(b"half a file")
     Trainer(config("halved")).run(resume=True)
     first, second = (read_checkpoint(tmp_path / name) for name in ("whole", "halved"))

@@ -16,7 +16,7 @@ from peagle.models.checkpoint import read_head, trained_length
 from peagle.training import state
 from peagle.training.reporting import TrainingReport
 from peagle.training.trainer import Trainer, TrainingStopped
-from tests.training.runs import make_config, read_checkpoint
+from tests.training.runs import make_config, read_checkpoint, run_until_step
 
 
 @pytest.mark.slow
@@ -97,16 +97,7 @@ def test_resumed_run_equals_uninterrupted_run(
     whole = make_config(target_folder, responses, tmp_path / "whole", **changes)
     Trainer(whole).run()
     halved = make_config(target_folder, responses, tmp_path / "halved", **changes)
-
-    class Stop(Exception):
-        pass
-
-    def stop_before_the_save_at_8(report: TrainingReport) -> None:
-        if report.step >= 8:
-            raise Stop
-
-    with pytest.raises(Stop):
-        Trainer(halved, stop_before_the_save_at_8).run()
+    run_until_step(Trainer(halved), 8)
     resumed = Trainer(halved)
     resumed.run(resume=True)
     first, second = (read_checkpoint(tmp_path / name) for name in ("whole", "halved"))
