@@ -521,7 +521,8 @@ def test_layers_of_a_step_have_floors_and_candidates() -> None:
         assert row["unavailable"]["gluon"] == "needs a card of compute capability 9.0"
     assert qkv["unavailable"] == {"scaled_mm": "block scales need a card"}
     whole = rows["target", "experts whole"]
-    assert not whole["candidates"] and whole["unavailable"] == {"FP8 activations": "too few tokens"}
+    assert [one["name"] for one in whole["candidates"]] == ["FP8 activations"]
+    assert not whole["unavailable"] and 0 < whole["candidates"][0]["error"] < 2**-3
     assert set(rows["target", "o"]["unavailable"].values()) == {"64 is no multiple of 128"}
     assert result["touched"]["3"]["timed"] == 3 and result["touched"]["3"]["even"] == 3.5
     assert result["steps"]["3"]["target"]["ours"] == pytest.approx(
