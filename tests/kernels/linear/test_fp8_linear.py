@@ -37,7 +37,7 @@ from tests.kernels.gluon_in_torch import launcher_of
 pytest.importorskip("triton", reason="needs triton")
 
 N, K = 256, 640
-CUTS = [LinearConfig(64, 1, 3), LinearConfig(32, 2, 4), LinearConfig(128, 4, 2)]
+CUTS = [LinearConfig(64, 1), LinearConfig(32, 2), LinearConfig(128, 4)]
 
 
 def make_weight(n: int, k: int, device: str) -> PackedWeight:
@@ -170,7 +170,7 @@ def test_the_kernel_on_a_cpu(split_k: int, rows: int, monkeypatch: pytest.Monkey
     assert weight.scale is not None
     padded = F.pad(x.scale, (0, -rows % 16), value=torch.nan)  # as `quantise` gives scales
     given = x.q, padded, weight.fp8_numbers(), weight.scale
-    residual, cut = torch.randn(rows, N).bfloat16(), LinearConfig(64, split_k, 2)
+    residual, cut = torch.randn(rows, N).bfloat16(), LinearConfig(64, split_k)
     found = fp8_product(*given, config=cut)
     expected = fp8_product_reference(x.q, x.scale, *given[2:])
     assert distance(found, expected.double()) < 3e-3

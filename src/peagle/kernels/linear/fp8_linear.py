@@ -61,12 +61,15 @@ class LinearConfig:
     Attributes:
         block_n: outputs of a tile, 16 to 128.
         split_k: programs that share the sum over K of one tile.
-        num_stages: turns of 256 inputs on their way or in use.
     """
 
     block_n: int
     split_k: int
-    num_stages: int
+
+    @property
+    def num_stages(self) -> int:
+        """Return the turns of 256 inputs on their way or in use."""
+        return _SHARED_BYTES // (2 * BLOCK * (_TILE_ROWS + self.block_n))
 
 
 def fits_fp8(weight: PackedWeight) -> bool:
@@ -228,8 +231,7 @@ def choose_linear_config(num_rows: int, n: int, k: int) -> LinearConfig:
         or (programs * split_k <= _MULTIPROCESSORS and k >= 2 * _MANY_INPUTS * split_k)
     ):
         split_k *= 2
-    stages = _SHARED_BYTES // (2 * BLOCK * (_TILE_ROWS + block_n))
-    return LinearConfig(block_n, split_k, stages)
+    return LinearConfig(block_n, split_k)
 
 
 def library_product(q: Tensor, scale_of_x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ def _fp8_operand(words, A: gl.constexpr):
 
 
 @gluon.jit
-def _fp8_product(first, second, x_tile, none):
+def _product_of_tiles(first, second, x_tile, none):
     """Begin to multiply the numbers of two tiles, as they lie, with x^T in FP8."""
     half: gl.constexpr = STEP // 2
     x = x_tile.slice(0, half, dim=1).permute([1, 0])
@@ -405,7 +405,9 @@ def packed_kernel(
         x_tile = x_tiles.index(stage)
         if IN_FP8:
             none = gl.zeros([2 * BLOCK_N, BLOCK_M], gl.float32, ACC)
-            part = _fp8_product(first_tiles.index(stage), second_tiles.index(stage), x_tile, none)
+            part = _product_of_tiles(
+                first_tiles.index(stage), second_tiles.index(stage), x_tile, none
+            )
             x_scale = x_scales.index(stage).load(gl.SliceLayout(0, ACC))
             part = warpgroup_mma_wait(0, deps=[part])
             acc += part * (scale[:, None] * x_scale[None, :])
