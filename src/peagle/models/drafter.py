@@ -496,6 +496,17 @@ class Drafter(nn.Module):
         return cos.squeeze(0), sin.squeeze(0)
 
 
+def spread_logits(logits_RV: Tensor, target_ids_D: Tensor, vocab_size: int) -> Tensor:
+    """Return logits of a draft vocabulary, [R, DV], in the target's: minus infinity elsewhere.
+
+    Args:
+        target_ids_D: the target id of every draft id, [DV].
+        vocab_size: V, of the target.
+    """
+    full_RV = logits_RV.new_full((len(logits_RV), vocab_size), -torch.inf)
+    return full_RV.index_copy_(1, target_ids_D, logits_RV)
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

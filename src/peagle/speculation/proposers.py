@@ -34,7 +34,7 @@ from peagle.kernels.trees.copies import PRIOR_RATES
 from peagle.kernels.trees.growth import after_slots, best_first_trees, count_nodes, searched_trees
 from peagle.kernels.trees.survival import Survival
 from peagle.kernels.upload import host_ints, upload_ints, upload_together
-from peagle.models.drafter import Attend, Drafter
+from peagle.models.drafter import Attend, Drafter, spread_logits
 from peagle.speculation.verification import SamplingTensors
 
 # Sharpens the scores of paths: at 16 nodes 4% longer acceptance than with 1 (docs/lab/trees.md).
@@ -695,9 +695,8 @@ class EagerDraft:
             return
         logits_RV = logits_NJV.flatten(0, 1)
         if drafter.config.is_pruned:
-            shape = (logits_RV.shape[0], drafter.config.vocab_size)
-            full_RV = logits_RV.new_full(shape, -torch.inf)
-            logits_RV = full_RV.index_copy_(1, self._proposer.target_ids, logits_RV)
+            ids_D, vocab_size = self._proposer.target_ids, drafter.config.vocab_size
+            logits_RV = spread_logits(logits_RV, ids_D, vocab_size)
         probs_RV = sampling.probs(logits_RV, sequences_N.repeat_interleave(columns))
         column_J = torch.arange(columns, device=self._device)
         num_outputs_N1 = sampling.num_outputs_B[sequences_N].unsqueeze(1)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from peagle.models.checkpoint import ANY_DEPTH, find_correction, read_correction, read_head
 from peagle.models.correction import DraftCorrection
+from peagle.models.drafter import spread_logits
 from peagle.models.loading import resolve_model
 from peagle.models.target_ends import TargetEnds
 
@@ -120,12 +121,14 @@ def walk(
     draws = proposer._enable_probabilistic_draft_probs and not metadata.all_greedy
     if not draws and _has_kernels(logits_RV.device):
         return _walk_greedily(logits_BKV, states_BKW, corrected), None
+    ids_V = None if d2t is None else torch.arange(len(d2t), device=d2t.device) + d2t
     drafts, probs = list[Tensor](), list[Tensor]()
     for slot in range(hidden_BKD.shape[1]):
         logits_BV = logits_BKV[:, slot]
         if slot:
             logits_BV = correction.add(logits_BV, states_BKW[:, slot], drafts[-1])
-        logits_BV = _spread(logits_BV, d2t, len(correction.tokens_VW))
+        if ids_V is not None:
+            logits_BV = spread_logits(logits_BV, ids_V, len(correction.tokens_VW))
         drafts_B, probs_BV = proposer._sample_from_logits(logits_BV, metadata)
         drafts.append(drafts_B)
         if probs_BV is not None:
@@ -138,15 +141,6 @@ def _draft_logits(model: Any, hidden_RD: Tensor, d2t: Tensor | None) -> Tensor:
     if d2t is None:
         return model.compute_logits(hidden_RD)
     return model.logits_processor(model.lm_head, hidden_RD)
-
-
-def _spread(logits_BV: Tensor, d2t: Tensor | None, vocab_size: int) -> Tensor:
-    """Return logits in the target's vocabulary; tokens that are not drafted have minus infinity."""
-    if d2t is None:
-        return logits_BV
-    ids_V = torch.arange(len(d2t), device=d2t.device) + d2t
-    spread_BV = logits_BV.new_full((len(logits_BV), vocab_size), -torch.inf)
-    return spread_BV.index_copy(1, ids_V, logits_BV)
 
 
 def _has_kernels(device: torch.device) -> bool:
