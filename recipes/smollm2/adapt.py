@@ -146,7 +146,7 @@ def main() -> None:
     options.add_argument("--output", type=Path, default=Path("build/adapt"), help="(build/adapt)")
     options.add_argument("--prompts", type=int, default=2400, help="number of requests (2400)")
     options.add_argument("--max-tokens", type=int, default=256, help="of an answer, at most (256)")
-    options.add_argument("--old-prompts", type=int, default=1280, help="of the old data (1280)")
+    options.add_argument("--old-prompts", type=int, default=2560, help="of the old data (2560)")
     options.add_argument("--what", nargs="+", choices=MINUTES, default=list(MINUTES))
     options.add_argument("--steps", type=int, help="of each training, in place of minutes")
     options.add_argument("--old-share", type=float, help="as of `peagle adapt`")

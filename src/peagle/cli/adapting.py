@@ -88,7 +88,7 @@ class TrainingOptions:
         "(.safetensors): a tenth tests for forgetting, the rest is mixed in.",
         show_default="forgetting is not tested",
     )
-    old_share: float = typer.Option(0.3, help="Share of --old in the tokens to train on.")
+    old_share: float = typer.Option(0.5, help="Share of --old in the tokens to train on.")
     max_loss: float = typer.Option(
         0.02, help="Largest share of the acceptance length on old data that may be lost."
     )

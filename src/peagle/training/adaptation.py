@@ -12,13 +12,14 @@ import torch
 from peagle.data.prepare import Collected
 from peagle.disk import LOCK_NAME
 from peagle.errors import UserError
-from peagle.models.checkpoint import read_correction, read_head
+from peagle.models.checkpoint import copy_correction, read_correction, read_head
 from peagle.models.drafter import DrafterConfig
 from peagle.training.config import TrainConfig
 from peagle.training.trainer import Trainer
 
 What = Literal["correction", "head"]
 _MAX_EPOCHS = {"correction": 6, "head": 3}
+_HEAD_OPTIMIZER = {"name": "muon", "learning_rate": 3e-4}  # higher rates forget more
 _HEAD_SHARE = 0.6  # of the minutes, where a correction is fitted behind
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 _ROW_MULTIPLE = 64
@@ -32,7 +33,7 @@ class Adaptation:
 
     Attributes:
         what: "correction" fits the correction of the frozen head, from the present one where it has
-            one; "head" goes on training the head and fits a new correction behind it.
+            one; "head" goes on training the head and then does the same.
         head, target: folders.
         minutes: of training steps, at most, and no more than a few epochs.
         steps: of each training, in place of minutes; runs with equal steps and seed are equal.
@@ -80,6 +81,8 @@ class Adaptation:
                     shutil.copyfile(file, head / file.name)  # not its mode: it may be read-only
         head_share = 1.0 if len(configs) == 1 else _HEAD_SHARE
         for what, config in configs.items():
+            if what != self.what:
+                copy_correction(self.head, head, read_head(head).config)
             share = head_share if what == self.what else 1 - head_share
             steps[what] = self._train(what, config, self.minutes * share, begin, stepped)
         return head, steps
@@ -118,12 +121,10 @@ class Adaptation:
             },
         }
         runs: dict[What, dict[str, Any]] = {}
-        own: dict[str, Any] = {"on": str(work / "head"), "start": "fresh"}
+        own = {"on": str(work / "head"), "start": "present", **_sizes(self.head, config)}
         if self.what == "head":
-            init = {"init": str(self.head)}
-            runs["head"] = {"output": str(work), "head": init, "optimizer": {"steps": 1}}
-        else:
-            own |= {"start": "present", **_sizes(self.head, config)}
+            init, optimizer = {"init": str(self.head)}, {**_HEAD_OPTIMIZER, "steps": 1}
+            runs["head"] = {"output": str(work), "head": init, "optimizer": optimizer}
         if self.what == "correction" or (is_parallel and self.with_correction):
             runs["correction"] = {"output": str(work / "correction"), "correction": own}
         return {

@@ -9,6 +9,7 @@ from peagle.models.checkpoint.convert import Conversion, compact_head, convert_h
 from peagle.models.checkpoint.correction import (
     CORRECTION_NAME,
     blend_back,
+    copy_correction,
     find_correction,
     head_identity,
     load_correction,
