@@ -132,7 +132,7 @@ class Proposer:
 def proposer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
     """A class of its own in each test, with the plugin in it.
 
-    This vLLM has no CUDA graphs that the plugin knows: it loses those alone.
+    This vLLM has no CUDA graphs that the plugin knows: it loses both kinds of them alone.
     """
     made = type("SpecDecodeBaseProposer", (), dict(vars(Proposer)))
     put_module(monkeypatch, PROPOSER, SpecDecodeBaseProposer=made)
@@ -142,8 +142,9 @@ def proposer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     put_module(monkeypatch, CONFIG)
     monkeypatch.setenv("PEAGLE_VLLM", "1")
     plugin.register()
-    (line,) = caplog.messages
-    assert line.startswith("peagle leaves the steps of a schedule of K in pieces: cannot import")
+    steps, walks = caplog.messages
+    assert steps.startswith("peagle leaves the steps of a schedule of K in pieces: cannot import")
+    assert walks.startswith("peagle launches the kernels of corrections one by one: cannot import")
     plugin.register()
     return made()
 
@@ -259,7 +260,7 @@ def test_each_slot_knows_the_draft_before_it(
         proposer._sample_from_logits = lambda logits, _: (logits.argmax(-1), None)
     if way == "one launch a slot":
         pytest.importorskip("triton", reason="needs triton")
-        monkeypatch.setattr(corrected_drafts, "_has_kernels", lambda _: True)
+        monkeypatch.setattr(corrected_drafts, "has_kernels", lambda _: True)
     drafts, probs = proposer._sample_draft_tokens(hidden, metadata)
     assert drafts.dtype == torch.int64 and drafts.shape == (num_requests * k,)
     assert (probs is None) == (way != "drawn")

@@ -74,7 +74,7 @@ class Correction(nn.Module):
 
     def of_slots(self, slot: Tensor) -> Tensor:
         """Return p of slots, [..., W]."""
-        return _at(self.slots, slot)
+        return self.slots[(slot - 1).clamp(0, len(self.slots) - 1)]
 
 
 class DraftCorrection(nn.Module):
@@ -95,7 +95,8 @@ class DraftCorrection(nn.Module):
     Attributes:
         tokens_VW: t of every token.
         weight_Vr: W2, in the draft vocabulary.
-        states_WD, slots_JW, down_rW: B, p and Wo.
+        states_WD, down_rW: B and Wo.
+        slots_JW: p of slot 0, which is of no use, and of the others.
     """
 
     tokens_VW: Tensor
@@ -114,7 +115,7 @@ class DraftCorrection(nn.Module):
         super().__init__()
         every = [correction] if isinstance(correction, Correction) else correction
         parts, slots = embedding_VD.split(_ROWS_AT_ONCE), max(len(one.slots) for one in every)
-        slot_J = torch.arange(1, slots + 1, device=embedding_VD.device)
+        slot_J = torch.arange(slots + 1, device=embedding_VD.device)
         derived: dict[str, Callable[[Correction], Tensor]] = {
             "tokens_VW": lambda one: torch.cat([one.read(part) for part in parts]),
             "weight_Vr": lambda one: lm_head_VD @ one.up.weight,
@@ -144,14 +145,14 @@ class DraftCorrection(nn.Module):
         Args:
             which_R: int64, the number of each chain's correction.
         """
-        slot_J = torch.arange(normed_RJD.shape[1], device=normed_RJD.device)
+        slots_JW = self._slots(num_slots := normed_RJD.shape[1])
         if which_R is None:
-            return F.linear(normed_RJD, self.states_WD) + _at(self.slots_JW, slot_J)
+            return F.linear(normed_RJD, self.states_WD) + slots_JW
         every_RJX = F.linear(normed_RJD, self.states_WD.flatten(0, 1))
         every_RJCW = every_RJX.unflatten(2, self.states_WD.shape[:2])
         at_R = _before(which_R, every_RJCW)
-        own_RJ1W = every_RJCW.gather(2, at_R.expand(-1, len(slot_J), 1, every_RJCW.shape[3]))
-        return own_RJ1W.squeeze(2) + _at(self.slots_JW[which_R], slot_J)
+        own_RJ1W = every_RJCW.gather(2, at_R.expand(-1, num_slots, 1, every_RJCW.shape[3]))
+        return own_RJ1W.squeeze(2) + slots_JW[which_R]
 
     def add(
         self,
@@ -281,6 +282,12 @@ class DraftCorrection(nn.Module):
 
         return columns_BJC, logprobs
 
+    def _slots(self, count: int) -> Tensor:
+        """Return p of the first slots, [..., J, W]."""
+        known = self.slots_JW[..., :count, :]
+        deeper = known[..., -1:, :].expand(*known.shape[:-2], count - known.shape[-2], -1)
+        return torch.cat((known, deeper), -2) if deeper.numel() else known
+
     def _term(self, states: Tensor, tokens: Tensor, which_R: Tensor | None) -> Tensor:
         """Return the term before W2, [R, ..., r], of states and tokens of R chains."""
         inner = F.silu(states + _rows(self.tokens_VW, tokens, which_R))
@@ -313,11 +320,6 @@ def _stacked(values: Iterable[Tensor], count: int) -> Tensor:
         out[number] = value
     assert out is not None
     return out
-
-
-def _at(slots_JW: Tensor, slot: Tensor) -> Tensor:
-    """Return p of slots, [..., W]."""
-    return slots_JW[..., (slot - 1).clamp(0, slots_JW.shape[-2] - 1), :]
 
 
 def _scaled(embedding: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def install() -> None:
     _ = Proposer._sample_from_logits
     if hasattr(Proposer, "peagle_correction"):
         return
-    Proposer.peagle_correction = None
+    Proposer.peagle_correction = Proposer.peagle_walks = None
 
     def load(self: Any, target_model: Any) -> None:
         load_model(self, target_model)
@@ -114,16 +114,18 @@ def walk(
     Returns:
         target ids [R], and the distributions that they were drawn from [R, V]; None for an argmax.
     """
-    correction, d2t = corrected
-    hidden_BKD = hidden_RD.unflatten(0, (-1, proposer.num_speculative_tokens))
-    logits_RV = _draft_logits(proposer.model, hidden_RD, d2t).to(correction.weight_Vr.dtype)
-    logits_BKV, states_BKW = logits_RV.view(*hidden_BKD.shape[:2], -1), correction.start(hidden_BKD)
     draws = proposer._enable_probabilistic_draft_probs and not metadata.all_greedy
-    if not draws and _has_kernels(logits_RV.device):
-        return _walk_greedily(logits_BKV, states_BKW, corrected), None
+    if not draws and has_kernels(hidden_RD.device):
+        walks = proposer.peagle_walks
+        drafts_R = None if walks is None else walks(hidden_RD)
+        if drafts_R is None:
+            drafts_R = draft_greedily(proposer, corrected, hidden_RD)
+        return drafts_R, None
+    correction, d2t = corrected
+    logits_BKV, states_BKW = _begin(proposer, corrected, hidden_RD)
     ids_V = None if d2t is None else torch.arange(len(d2t), device=d2t.device) + d2t
     drafts, probs = list[Tensor](), list[Tensor]()
-    for slot in range(hidden_BKD.shape[1]):
+    for slot in range(logits_BKV.shape[1]):
         logits_BV = logits_BKV[:, slot]
         if slot:
             logits_BV = correction.add(logits_BV, states_BKW[:, slot], drafts[-1])
@@ -136,26 +138,33 @@ def walk(
     return torch.stack(drafts, 1).flatten(), torch.stack(probs, 1).flatten(0, 1) if probs else None
 
 
-def _draft_logits(model: Any, hidden_RD: Tensor, d2t: Tensor | None) -> Tensor:
-    """Return logits in the draft vocabulary, [R, DV]."""
-    if d2t is None:
-        return model.compute_logits(hidden_RD)
-    return model.logits_processor(model.lm_head, hidden_RD)
-
-
-def _has_kernels(device: torch.device) -> bool:
+def has_kernels(device: torch.device) -> bool:
+    """Return whether walks of argmax drafts take one launch a slot there."""
     return device.type == "cuda"
 
 
-def _walk_greedily(logits_BKV: Tensor, states_BKW: Tensor, corrected: Corrected) -> Tensor:
+def draft_greedily(proposer: Any, corrected: Corrected, hidden_RD: Tensor) -> Tensor:
     """Return the argmax drafts of all slots, [R], with one launch a slot."""
     from peagle.kernels.drafts.correction_triton import WalkScratch, walk_chains
 
+    logits_BKV, states_BKW = _begin(proposer, corrected, hidden_RD)
     weights = corrected.correction.weights
     drafts_BK = torch.empty(logits_BKV.shape[:2], dtype=torch.int64, device=logits_BKV.device)
     scratch = WalkScratch.allocate(len(drafts_BK), weights)
     walk_chains(logits_BKV, states_BKW, corrected.d2t, weights, scratch, drafts_BK)
     return drafts_BK.flatten()
+
+
+def _begin(proposer: Any, corrected: Corrected, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a walk begins with: logits [B, K, DV] and states [B, K, W] of all slots."""
+    model, (correction, d2t) = proposer.model, corrected
+    if d2t is None:
+        logits_RV = model.compute_logits(hidden_RD)
+    else:
+        logits_RV = model.logits_processor(model.lm_head, hidden_RD)
+    hidden_BKD = hidden_RD.unflatten(0, (-1, proposer.num_speculative_tokens))
+    logits_BKV = logits_RV.to(correction.weight_Vr.dtype).view(*hidden_BKD.shape[:2], -1)
+    return logits_BKV, correction.start(hidden_BKD)
 
 
 def _ends(

@@ -16,8 +16,8 @@ def register() -> None:
     """Let vLLM's proposer correct and shorten the drafts of P-EAGLE heads, if PEAGLE_VLLM is 1.
 
     Another vLLM than the tested ones, or one whose proposer cannot be replaced, serves as without
-    the plugin, and one line says so. One that captures no whole steps of a schedule loses them
-    alone, with one line too. Raises nothing.
+    the plugin, and one line says so. One that captures no whole steps of a schedule, or no walks,
+    loses those alone, with one line each. Raises nothing.
     """
     logger, value = logging.getLogger("vllm.peagle"), os.environ.get(PLUGIN_VARIABLE, "")
     if value != "1":
@@ -43,3 +43,9 @@ def register() -> None:
         capture_scheduled_steps()
     except Exception as error:
         logger.warning("peagle leaves the steps of a schedule of K in pieces: %s.", error)
+    try:
+        from peagle.backends.vllm.walk_graphs import capture_walks
+
+        capture_walks()
+    except Exception as error:
+        logger.warning("peagle launches the kernels of corrections one by one: %s.", error)

@@ -475,9 +475,9 @@ class WalkScratch:
         tile = _WalkTile.of(weights)
         shape = 2, num_rows, triton.cdiv(vocab_size, tile.num_tokens * tile.num_tiles)
         return cls(
-            torch.zeros(shape, dtype=torch.float32, device=device),
-            torch.zeros(shape, dtype=torch.int32, device=device),
-            torch.zeros(num_rows, dtype=torch.int32, device=device),
+            torch.empty(shape, dtype=torch.float32, device=device),
+            torch.empty(shape, dtype=torch.int32, device=device),
+            torch.empty(num_rows, dtype=torch.int32, device=device),
         )
 
 
