@@ -33,6 +33,7 @@ from peagle.models.fingerprint import identity_of
 from peagle.models.target_ends import TargetEnds
 from peagle.training.trainer import Trainer
 from tests.cli.conftest import Pair, Peagle, Result
+from tests.corrections import add_correction
 
 Pairs = Sequence[tuple[list[int], list[int]]]
 WORDS = """alpha beta width height color index count total name value start stop size depth offset
@@ -156,6 +157,29 @@ def test_the_head_is_trained_with_old_data(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old.safetensors", "traffic"]
     # The same again is the same, but for the time.
     assert json.loads(on_tiny(peagle, pair, tmp_path, *options).out) == told
+
+
+@pytest.mark.slow
+def test_a_trained_head_goes_on_with_its_correction(
+    peagle: Peagle,
+    pair: Pair,
+    tmp_path: Path,
+    unchecked: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    head = Path(shutil.copytree(pair.peagle, tmp_path / "head"))
+    before = load_file(add_correction(head))
+    record(tmp_path / "traffic", pair.target, some(110))
+    monkeypatch.setattr("peagle.evaluation.adaptation.refusal", lambda *_: "")
+    options = ["--what", "head", "--old-share", 0, "--steps", 1, "-o", tmp_path / "new"]
+    options += ["--set", "correction.learning_rate=1e-9"]
+    given = ["--target", pair.target, "--traffic", tmp_path / "traffic"]
+    result = peagle("adapt", head, *given, *options)
+    assert result.status == 0, result.err
+    after = load_file(tmp_path / "new" / CORRECTION_NAME)["down.weight"]
+    torch.testing.assert_close(after.float(), before["down.weight"].float(), rtol=0.01, atol=0)
+    trained = [load_file(folder / "model.safetensors") for folder in (head, tmp_path / "new")]
+    assert any(not torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
 
 
 @pytest.mark.slow
