@@ -283,7 +283,22 @@ def test_another_head_meanwhile_is_kept(
     assert result.status == 2 and "got another head meanwhile" in result.err
     assert head_of(aws) == files_of(pair.peagle)
     again = run("adapt")
-    assert again.status == 2 and "was not adapted from the endpoint's present head" in again.err
+    assert again.status == 2 and "was adapted from the endpoint's present head" in again.err
+
+
+def test_a_report_without_room_names_what_deploys_the_head(
+    aws: FakeAws, run: Run, peagle: Peagle, chat: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, result: Any, advice: str) -> None:
+        raise UserError(advice)
+
+    with monkeypatch.context() as full:
+        full.setattr("peagle.cli.deploy_adapt.write_figures", write)
+        result = run("adapt", "--steps", 1)
+    assert result.status == 2 and run("adapt").status == 2
+    command = result.err.split("`")[1]
+    assert peagle(*shlex.split(command)[1:]).status == 0
+    assert head_of(aws) == files_of(Path(shlex.split(command)[-1]))
 
 
 def configurations(aws: FakeAws) -> list[dict[str, Any]]:

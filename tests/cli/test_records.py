@@ -8,6 +8,7 @@ import io
 import json
 import os
 import secrets
+import shutil
 import stat
 from base64 import b64encode
 from pathlib import Path
@@ -27,6 +28,7 @@ from peagle.disk import put_in_place
 from peagle.engine import SpeculationStats
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import UserError
+from peagle.model_folder import sha256_of
 from peagle.models.fingerprint import identity_of
 from peagle.models.target_ends import TargetEnds
 from peagle.serving.recording import Recorder
@@ -233,6 +235,28 @@ def test_prepare_reads_the_folder(
         result = peagle(*command[:-2], "--overwrite")
         assert result.status == 2 and "name the key file" in result.err
         assert "deleted 3 records" in peagle("records", "delete", made.path, "--key", KEY).out
+
+
+def test_prepare_goes_on_where_a_server_deletes_its_oldest_records(
+    peagle: Peagle,
+    pair: Pair,
+    tmp_path: Path,
+    identity: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, train = record(tmp_path / "records", identity), tmp_path / "train.safetensors"
+    (file,) = record_files(made.path)
+    shutil.copyfile(file, oldest := made.path / f"2025{file.name[4:]}")
+
+    def delete(path: Path) -> str:
+        if path == oldest:
+            oldest.unlink()
+        return sha256_of(path)
+
+    monkeypatch.setattr("peagle.data.readers.sha256_of", delete)
+    result = peagle("data", "prepare", made.path, "--target", pair.target, "-o", train)
+    assert result.status == 0 and train.exists(), result.err
+    assert record_files(made.path) == [file]
 
 
 @pytest.mark.parametrize(

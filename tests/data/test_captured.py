@@ -65,6 +65,11 @@ def test_chats_are_conversations_and_completions_text(encoding: str) -> None:
         assert made["add_special_tokens"] is ("add_special_tokens" not in request)
 
 
+@pytest.mark.parametrize("told", [None, "2026", [1]])
+def test_a_call_without_readable_facts_has_no_time(told: Any) -> None:
+    assert record_of(call(PROMPT, text()) | {"eventMetadata": told})["time"] == ""
+
+
 def test_streams_are_joined() -> None:
     parts = ({"reasoning": "Wa"}, {"reasoning": "rm."}, {"content": "Ye"}, {"content": "s."})
     stream = events(*(delta(**part) for part in parts), delta("stop"))

@@ -10,10 +10,12 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -29,6 +31,7 @@ from peagle.serving.errors import ApiError
 from peagle.serving.head_swap import HeadSwaps, resolve_folders
 from peagle.serving.keys import ApiKeys, load_admin_keys
 from peagle.serving.metrics import Metrics, ServedHead
+from peagle.serving.server import serve
 from peagle.serving.service import Service
 from serving.asgi import JSON, AsgiClient, guard
 from serving.live import HTTP, LiveServer, running, wait_for
@@ -204,6 +207,18 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             load_admin_keys(given, folders, ApiKeys([ADMIN]))
+
+
+def test_a_server_that_would_swap_no_head_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EnginePool, "start", Mock(side_effect=AssertionError("it starts")))
+    config = ServerConfig(port=0, allow_heads=(str(tmp_path),))
+    several = SpeculativeConfig(model=str(BUNDLED_PEAGLE), corrections={"sql": "sql.st"})
+    for head, message in ((None, "drafts without a head"), (several, "and --correction were")):
+        spec = replace(SPEC, proposers={"first": head})
+        with pytest.raises(UserError, match=message):
+            serve(config, spec, ApiKeys([]), ApiKeys([ADMIN]), name="m")
 
 
 @pytest.mark.parametrize(

@@ -171,9 +171,17 @@ def adapted(
     plan = _plan(given, places, options, k, with_correction=with_correction)
     # As Ctrl-C: the texts of the traffic do not stay beside --output.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+        signal.signal(signal.SIGHUP, _hang_up)
     with ProgressLine("step") as line:
         data = _read(plan, options, line)
         return _adapt(plan, options, data, line)
+
+
+def _hang_up(number: int, frame: object) -> None:
+    """Interrupt the command once: a terminal that closes sends SIGHUP more than once."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def refuse(result: Mapping[str, Any]) -> None:

@@ -260,8 +260,8 @@ def _waiting(work: Path, source: _Source) -> dict[str, Any] | None:
         is_of_present = False
     if not is_of_present:
         raise UserError(
-            f"{str(new)!r} was not adapted from the endpoint's present head, {source.draft_name}; "
-            "move it away, or name another folder with --work."
+            f"{str(report)!r} does not tell that {str(new)!r} was adapted from the endpoint's "
+            f"present head, {source.draft_name}; move that folder away, or name another --work."
         )
     note(f"{str(new)!r} passed in an earlier run, and is deployed now; move it away to adapt anew")
     return result
@@ -308,7 +308,15 @@ def _adapt(
         "endpoint": options.endpoint,
         "adapted_from": source.draft_name,
     }
-    write_figures(options.work / _REPORT, result, "Make room, then run the command again.")
+    advice = "Make room, then run the command again."
+    if result["head"]:  # a second run would not know whose it is
+        update = f"peagle deploy sagemaker update {options.endpoint} --region {clients.region}"
+        advice = (
+            f"The new head is in {str(places.output)!r}: deploy it with `{update} --draft "
+            f"{shlex.quote(str(places.output))}`, or make room and move it away, then run the "
+            "command again."
+        )
+    write_figures(options.work / _REPORT, result, advice)
     return result
 
 

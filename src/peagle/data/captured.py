@@ -74,7 +74,8 @@ def record_of(call: Mapping[str, Any]) -> dict[str, Any]:
     text = "".join(choice.text for _, choice in parts)
     reason = next((c.finish_reason for _, c in parts if c.finish_reason), "")
     record: dict[str, Any] = {"finish_reason": reason, "temperature": request.get("temperature")}
-    record["time"] = (call.get("eventMetadata") or {}).get("inferenceTime", "")
+    told = call.get("eventMetadata")
+    record["time"] = told.get("inferenceTime", "") if isinstance(told, Mapping) else ""
     is_chat = "messages" in request
     if is_chat:
         answer = {

@@ -15,6 +15,7 @@ import re
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -125,6 +126,8 @@ def check_traffic(folder: Path) -> None:
 def sha256_of_table(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, or of the names and hashes of a folder's files.
 
+    Records that a server deletes meanwhile, as its limits ask, are left out.
+
     Raises:
         UserError: as `table_files` does.
     """
@@ -133,7 +136,10 @@ def sha256_of_table(path: Path) -> str:
         return sha256_of(path)
     if files[0].is_dir():
         files = _saved_files(files[0])
-    hashes = [[file.name, sha256_of(file)] for file in files]
+    hashes: list[list[str]] = []
+    for file in files:
+        with suppress(FileNotFoundError):
+            hashes.append([file.name, sha256_of(file)])
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 

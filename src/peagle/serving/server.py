@@ -274,10 +274,19 @@ def _counted(service: Service) -> CountOpen:
 
 
 def _swappable_head(spec: EngineSpec) -> ServedHead:
-    """Return the head of the first proposer; refuse, by a UserError, one without a head."""
+    """Return the head of the first proposer.
+
+    Raises:
+        UserError: it has none, or further corrections, which fit no other head.
+    """
     speculative = next(iter(spec.proposers.values()))
     if speculative is None or speculative.model is None:
         raise UserError("--allow-heads was given, and the server drafts without a head.")
+    if speculative.corrections:
+        raise UserError(
+            "--allow-heads and --correction were given; the corrections fit no other head, so the "
+            "server would swap none. Leave one of them out."
+        )
     return ServedHead(Path(speculative.model).resolve().name)
 
 
