@@ -260,7 +260,7 @@ def test_text(is_parallel: bool, slowdown: float) -> None:
     data, text = results.to_json(), tune.tuning_text(results)
     assert "owner/t with owner/h, bfloat16, cpu, context 256, temperature 0" in text
     assert all(len(line) <= 100 for line in text.splitlines() if "{" not in line)
-    assert ("vLLM up to 0.32 crashes" in text) == is_parallel
+    assert ("vLLM needs peagle's plugin for it" in text) == is_parallel
     assert ("The machine was busy" in text) == bool(slowdown)
     assert len(data["schedule"]) > 1
     for first, last, k in data["schedule"]:

@@ -458,7 +458,9 @@ def _schedule(result: TuneResults) -> list[str]:
     lines += ["The same for vLLM:", f"  '{_json(theirs)}'"]
     if len(result.schedule) == 1 or "parallel_drafting" not in theirs:
         return lines
-    lines.append("vLLM up to 0.32 crashes on a schedule with parallel drafting; the best single K:")
+    lines.append(
+        "vLLM needs peagle's plugin for it (peagle serve --engine vllm). Without, the best K:"
+    )
     single = configs["vllm_single_k"]
     return [*lines, "  0: leave the head out" if single is None else f"  '{_json(single)}'"]
 
