@@ -4,8 +4,6 @@ The Chromium is the system's, else Playwright's own (tools/setup_browser.sh fetc
 starts the tests are skipped, or fail if the variable PEAGLE_REQUIRE_BROWSER is set, as in CI.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

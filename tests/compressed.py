@@ -1,7 +1,5 @@
 """Quantised layers of a head's file, as the package compressed-tensors unpacks them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small random models, made once a session."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """Corrections with random weights, which change most drafts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Kill an action before each of its steps on files, as a crash of the machine's power might."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

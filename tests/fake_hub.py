@@ -7,8 +7,6 @@ another host name, as on the real hub, where no token must be sent.
 It also takes commits: repositories and branches are made, large files go to "large storage" first.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -5,8 +5,6 @@ the same order, and treat roles, calls, reasoning and white space alike. That of
 published one.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cache

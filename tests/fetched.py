@@ -1,7 +1,5 @@
 """Whether the file of a real model can be had here: in the cache, or from the package index."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """GGUF files for tests: written by hand down to the bytes, or of tiny models by the package."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A second head for a target: another one with changed weights, and its correction."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which tests the make targets run: `pytest --suite quick`, `main`, `touched` or `repo`."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import dataclass
 from functools import cache

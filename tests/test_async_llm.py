@@ -1,7 +1,5 @@
 """`AsyncLLM`: streams equal the offline outputs, and whatever a client does harms no other."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -1,7 +1,5 @@
 """The throughput benchmark on the tiny shape: its output, its refusals, its measurements."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Conversations to prompts and answers back, with templates written here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

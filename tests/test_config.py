@@ -1,7 +1,5 @@
 """The configurations: vLLM's speculative configuration, the engine's options, outputs."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -1,7 +1,5 @@
 """Every check of a request's sampling parameters and of the shape that its output must have."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Files that are on the disk before they appear, and locks between processes."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Special tokens that a conversation spells are text; all other ids are those of the tokenizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

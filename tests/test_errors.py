@@ -1,7 +1,5 @@
 """Values as errors show them: like their repr, and never more than a little of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

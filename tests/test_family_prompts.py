@@ -1,7 +1,5 @@
 """Prompts of nine families: the same everywhere, and with no special token but the template's."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

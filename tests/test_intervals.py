@@ -1,7 +1,5 @@
 """Intervals of acceptance: their coverage on simulated heads, against formulas, and properties."""
 
-from __future__ import annotations
-
 from math import prod
 from statistics import NormalDist
 

@@ -1,7 +1,5 @@
 """Mistakes of a user of `LLM`: every message names the value, the expectation and the remedy."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

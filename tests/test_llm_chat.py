@@ -1,7 +1,5 @@
 """`LLM.chat`: what it generates from, and what it gives back for the next turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The outputs of `LLM` for each request: n outputs, log-probabilities, defaults, refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

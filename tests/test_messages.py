@@ -1,7 +1,5 @@
 """Messages and tools as OpenAI's API has them, in the form that chat templates read."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

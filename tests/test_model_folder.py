@@ -1,7 +1,5 @@
 """Model folders that are broken, or made to do harm: each is refused, within limits."""
 
-from __future__ import annotations
-
 import io
 import json
 import resource

@@ -1,7 +1,5 @@
 """The sizes in a config.json, compared with those that transformers reads from the same file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A release: what `make dist` writes, and the workflow that runs on a tag."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The suites of the make targets, and which parts a change touches."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reasoning and answer told apart: channels of gpt-oss and Gemma 4, cut into any pieces."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

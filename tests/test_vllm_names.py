@@ -1,7 +1,5 @@
 """Code that was written for vLLM's offline API runs on `LLM`."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

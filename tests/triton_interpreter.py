@@ -3,8 +3,6 @@
 `tests/kernels/test_light_interpreter.py` holds that kernels compute what they computed.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -3,8 +3,6 @@
 Shapes: T packed tokens, Hq query heads, Hkv key/value heads, d head size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any

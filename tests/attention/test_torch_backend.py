@@ -1,7 +1,5 @@
 """The torch backend against attention written out query by query, in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

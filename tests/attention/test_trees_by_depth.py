@@ -1,7 +1,5 @@
 """A tree whose depths run in passes of their own gets the attention of one pass over all of it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

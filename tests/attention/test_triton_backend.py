@@ -3,8 +3,6 @@
 On a CPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

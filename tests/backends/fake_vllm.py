@@ -5,8 +5,6 @@ Its server runs the guard that it is given, and counts drafts as vLLM does: in p
 after another if it was not told, or as the variable FAKE_VLLM says.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Those checks are the same code; tests/serving/test_security*.py test them before both.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

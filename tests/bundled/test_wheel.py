@@ -3,8 +3,6 @@
 The wheels are small ones of the test's own, in a folder that pip reads in place of an index.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Commands run in this process, on a tiny pair."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """`peagle adapt`, on traffic that the bundled target wrote, and on mistakes."""
 
-from __future__ import annotations
-
 import json
 import random
 import secrets

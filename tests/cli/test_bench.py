@@ -1,7 +1,5 @@
 """`peagle bench` on a tiny pair and on servers from a script."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import json

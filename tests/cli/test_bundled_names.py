@@ -1,7 +1,5 @@
 """`bundled` names the models that ship, in every command, in files, in variables and in Python."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

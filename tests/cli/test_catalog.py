@@ -1,7 +1,5 @@
 """`peagle catalog`: what it lists, and that it needs neither torch nor boto3 for it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """`peagle chat` through pipes and in a terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Conversations with a model in this process or on a server."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

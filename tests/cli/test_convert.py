@@ -1,7 +1,5 @@
 """`peagle convert`: what it writes and prints, and what it refuses."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`peagle data`: from prompts to a file that train reads, and to a store of features."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """`peagle demo` on a tiny pair: the table, the JSON object, the live picture."""
 
-from __future__ import annotations
-
 import io
 import json
 import shlex

@@ -1,7 +1,5 @@
 """`peagle doctor`: verdict, exit status, formats, mistakes, and a server over HTTP."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`peagle eval` with engines and servers."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

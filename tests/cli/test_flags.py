@@ -1,7 +1,5 @@
 """Groups of options composed into commands."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass, fields
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`peagle generate`: what it prints, and what it refuses."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

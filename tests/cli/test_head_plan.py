@@ -1,7 +1,5 @@
 """The budgets of `peagle make-head`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line as a whole: help pages, exit statuses, lazy imports."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

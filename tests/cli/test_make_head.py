@@ -1,7 +1,5 @@
 """`peagle make-head`: its stages, run in this process on a tiny target, and where it goes on."""
 
-from __future__ import annotations
-
 import io
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Mixes of requests: who asks for what, and files that are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

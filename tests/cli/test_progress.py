@@ -1,7 +1,5 @@
 """The progress line, and the text of a training run."""
 
-from __future__ import annotations
-
 import io
 import re
 import time

@@ -1,7 +1,5 @@
 """`peagle push`: what it shows, what it sends to a hub, and every way in which that fails."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Every command that loads a target says which tensor of a quantised one cannot be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

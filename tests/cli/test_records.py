@@ -1,7 +1,5 @@
 """`peagle records`, and `peagle data prepare` on recorded traffic."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

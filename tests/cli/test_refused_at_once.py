@@ -3,8 +3,6 @@
 One process runs all commands, one after another; it has nothing else to import torch for.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

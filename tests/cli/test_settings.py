@@ -1,7 +1,5 @@
 """Settings of commands from flags, variables, files and defaults; models by revision."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The memory plan that commands print: where, when, and beside what."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

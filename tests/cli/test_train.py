@@ -1,7 +1,5 @@
 """`peagle train`: runs and plans."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`peagle tune` on a tiny pair: the tables, the JSON object, going on, mistakes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

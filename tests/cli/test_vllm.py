@@ -1,7 +1,5 @@
 """`--engine vllm` of commands, and `peagle serve --engine vllm`."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """`peagle watch` against a server of a script."""
 
-from __future__ import annotations
-
 import json
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The streams of tests/fixtures/streams, and what a reader has to find in each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The reader of answers, on recorded streams of four servers and on streams that are damaged."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The client of servers with OpenAI's interface, against a server that answers from a script."""
 
-from __future__ import annotations
-
 import ssl
 
 import pytest

@@ -1,7 +1,5 @@
 """Counters of a server, read from its page of metrics."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

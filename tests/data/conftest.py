@@ -1,7 +1,5 @@
 """A small dataset and the tiny target, for tests of stored features."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Small files of training data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packing against its rules, and packed documents against the same documents alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls that SageMaker's data capture wrote: which become records, and why the others do not."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

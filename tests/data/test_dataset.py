@@ -1,7 +1,5 @@
 """Files, folders and tables of data as records and as a dataset."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import shutil

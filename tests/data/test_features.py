@@ -1,7 +1,5 @@
 """Stores of features: what is written, what is read, and what is refused."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What `inspect_data` counts, against counts by hand, and damaged files."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

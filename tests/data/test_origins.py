@@ -1,7 +1,5 @@
 """Where answers come from: told by the provenance of every step, or by none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training data from conversations: masks against texts by hand, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Faults of written prompts, and near-duplicates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Records as conversations and as what to ask: all spellings of tools, calls, system prompts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts to responses: order, resuming, seeds, and the two who answer."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import re

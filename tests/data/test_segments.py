@@ -1,7 +1,5 @@
 """Token ids of cut texts against those of the tokenizer."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts that a target writes: judged in order, resumed, the same in every batch; real targets."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import random

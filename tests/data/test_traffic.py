@@ -1,7 +1,5 @@
 """Recorded traffic, and the newest part that is held out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

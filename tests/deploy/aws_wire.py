@@ -4,8 +4,6 @@ botocore's own service models say how a request looks on the wire; every request
 the parameters of its operation, and checked against its shape, before the stand-in answers it.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """Containers of a stand-in for SageMaker: the image's entry point, as processes on this machine."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

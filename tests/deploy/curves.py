@@ -1,7 +1,5 @@
 """Files of `peagle bench` and `peagle tune`, for what is read of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

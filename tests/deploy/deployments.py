@@ -1,7 +1,5 @@
 """Deployments of all kinds."""
 
-from __future__ import annotations
-
 import string
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The invocations of SageMaker's endpoints, which moto does not stream."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

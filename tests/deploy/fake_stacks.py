@@ -1,7 +1,5 @@
 """CloudFormation stacks that take time and fail, over moto's, which do neither."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

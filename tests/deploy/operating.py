@@ -1,7 +1,5 @@
 """An endpoint in service, with metrics and a log, for the tests of those who operate it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Clients, requests checked without a network, and what errors of AWS mean to the user."""
 
-from __future__ import annotations
-
 import builtins
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The catalog: the package's entries, the user's files, names that are nearly right."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Containers: images, hosts, and an environment that reads back as the options that were meant."""
 
-from __future__ import annotations
-
 import json
 import string
 from typing import Any

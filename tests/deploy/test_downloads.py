@@ -1,7 +1,5 @@
 """Files from S3 into folders here."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The stand-in for AWS refuses requests that AWS would refuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Instance types and memory: against EC2's and SageMaker's own data, and caches that are full."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import warnings

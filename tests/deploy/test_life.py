@@ -4,8 +4,6 @@ Its containers are the image's entry point, run as processes with the environmen
 the model's description says; the bundled pair is what they serve.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Heads are looked at before they are deployed: kind, mask_hidden, depth, target."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Where models are: hub ids, prefixes in S3, folders here; and what of a folder is uploaded."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """From a request to a deployment, and everything that is refused on the way."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The speculative configuration: options, the catalog, what a head's files say, what vLLM lacks."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """The life of a stack, and what is left of it where a call, CloudFormation or a user ends it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Templates: what CloudFormation's own resource schemas take, and what stays secret."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Model files into S3 and away again; only what was put there is ever deleted."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

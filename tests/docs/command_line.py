@@ -1,7 +1,5 @@
 """Checks that a command of a page would be understood, without running it."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The pages that users read, their fenced blocks, and the commands in them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

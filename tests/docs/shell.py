@@ -7,8 +7,6 @@ the server answers, as a reader goes on in a second terminal; the next `peagle s
 before, unless it asks for the same server. `limited` keeps the work small.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """docs/hardware.md against the code's own arithmetic, and its checks of cards."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace

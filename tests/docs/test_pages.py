@@ -1,7 +1,5 @@
 """Every command that a page shows: run as printed, or at least understood."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

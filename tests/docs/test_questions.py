@@ -1,7 +1,5 @@
 """The pages of questions: from a claim to its source, our figure and a command in two clicks."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

@@ -1,7 +1,5 @@
 """The documentation site: its generated pages, its links, and the pages that name the code."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

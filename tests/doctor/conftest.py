@@ -1,7 +1,5 @@
 """Probes of both trained pairs, each made once, on few prompts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Healthy heads, broken in one way each: in their files, or where they are served."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Heads with one fault or two: the doctor names these faults and nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

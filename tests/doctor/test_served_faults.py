@@ -1,7 +1,5 @@
 """Healthy heads, served wrongly: found by draft tokens if they are reported, else by counters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Heads of the tiny target, made once for the folder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines of the tiny target for the engine's tests, and ways to watch and steer their drafts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

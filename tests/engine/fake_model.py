@@ -5,8 +5,6 @@ misplaced slot changes what they say; and they are fast enough for thousands of 
 drafter checks that each slot it may look at holds what an undisturbed run would have put there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ processed by `sampling_reference`, and what ends or constrains an output is said
 plain strings.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """KV blocks against a model that keeps token prefixes and a list: owners, sharing, eviction."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from hypothesis import settings

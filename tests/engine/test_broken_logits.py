@@ -1,7 +1,5 @@
 """A request for which the target gives NaN ends with an error; the others do not notice."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

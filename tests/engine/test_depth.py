@@ -4,8 +4,6 @@ What steps cost here is a plausible shape, not a measurement: flat up to some 30
 arithmetic begins to limit a pass, then by the token.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

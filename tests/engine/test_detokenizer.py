@@ -1,7 +1,5 @@
 """Text that arrives in pieces: together the full decoding, never half a character."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A head that looks back no further than it did in training drafts on where the text is longer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Who drafted what was accepted: counts by position, against trees recorded before copies join."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence

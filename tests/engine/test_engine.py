@@ -1,7 +1,5 @@
 """The life of requests in the engine: ends, seeds, streams, cancellation, shared targets."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable

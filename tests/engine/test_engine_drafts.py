@@ -1,7 +1,5 @@
 """Drafts in the engine: counters, each request's own K, holes, the head's reach."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

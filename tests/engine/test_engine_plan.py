@@ -1,7 +1,5 @@
 """The plan of an engine: sizes by the way to draft, and refusals before anything is allocated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When drafts are made: the tokens of a step are out before the drafter reads them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

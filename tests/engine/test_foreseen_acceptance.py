@@ -5,8 +5,6 @@ output, and for every draft one pass of the head over all tokens so far. It walk
 the next draft starts behind the accepted tokens.
 """
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import Any
 

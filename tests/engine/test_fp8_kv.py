@@ -5,8 +5,6 @@ number, so that the first difference need not be a near-tie of the unrounded mod
 has none here.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from functools import partial

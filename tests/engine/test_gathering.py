@@ -1,7 +1,5 @@
 """Prompts that wait for others, on a clock that tests move."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

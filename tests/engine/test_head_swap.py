@@ -1,7 +1,5 @@
 """Another head in a running engine: it drafts like a fresh engine's, and no output changes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -5,8 +5,6 @@ the schedules of requests and K in turn. In float64 there is no difference at al
 shape of a batch moves logits by 1e-6, so a first difference must be a near-tie.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory of an engine: the largest passes, what fits, what the plan says, what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stop strings: where they end the text, and that steps of any size end it alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

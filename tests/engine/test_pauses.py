@@ -1,7 +1,5 @@
 """K = 0 where many run together: outputs stay, and drafting goes on as if it had never paused."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How many CPU threads torch gets, by the model, the machine and earlier settings."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

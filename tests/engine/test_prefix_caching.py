@@ -4,8 +4,6 @@ On the bundled pair, a second turn computes the new message and what stands befo
 block: at most 5% of its tokens.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

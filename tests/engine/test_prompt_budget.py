@@ -1,7 +1,5 @@
 """Chunks of prompts against a limit of inter-token latency, on a clock that tests move."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

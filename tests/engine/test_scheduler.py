@@ -1,7 +1,5 @@
 """Scheduling within the seats, the blocks and the token budget: order, waiting, preemption."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -5,8 +5,6 @@ of `fake_model.py`: arrivals, cancels, stops, pauses of drafting, and so few blo
 sequences are preempted all the time. PEAGLE_SCHEDULES sets how many schedules run in all.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A seed gives the output of plain decoding, whatever is drafted; drawn drafts keep their K."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A sequence: its ends, what is computed of it, its order; the counters of its drafts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

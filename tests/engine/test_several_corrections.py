@@ -1,7 +1,5 @@
 """Several corrections of one head: each request drafts as with its own alone."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

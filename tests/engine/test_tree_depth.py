@@ -8,8 +8,6 @@ The target's tokens are drawn from other distributions, so that the head's own p
 badly calibrated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache

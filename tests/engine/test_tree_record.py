@@ -1,7 +1,5 @@
 """What is learnt of trees: survival by score, its error, and the tokens of n nodes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

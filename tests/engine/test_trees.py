@@ -1,7 +1,5 @@
 """Candidate trees in the engine: counters, depths, blocks ahead, heads that cannot draft them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

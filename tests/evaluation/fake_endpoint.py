@@ -1,7 +1,5 @@
 """A server with OpenAI's interface that answers from a script, in a thread of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Reports for tests: their inputs, and pages taken apart."""
 
-from __future__ import annotations
-
 import copy
 import re
 from functools import cache

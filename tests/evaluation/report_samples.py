@@ -1,7 +1,5 @@
 """Files as eval, bench and tune write them, with made-up numbers of a likely size."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

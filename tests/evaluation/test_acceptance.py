@@ -1,7 +1,5 @@
 """Figures of acceptance: by hand, and against a replay of the drafts."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

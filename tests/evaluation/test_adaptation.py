@@ -1,7 +1,5 @@
 """The verdict on an adapted head."""
 
-from __future__ import annotations
-
 import pytest
 
 from peagle import LLM

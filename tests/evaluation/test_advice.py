@@ -1,7 +1,5 @@
 """Comparisons, the best K, and the sentences that rest on them."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The losslessness certificate: a healthy pair passes, and planted faults are found and named."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Pearson's test on sampled beginnings, against enumeration, scipy and simulation."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Servers as backends: what they are sent, what is read of their answers, and their failures."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Engines on one target: as a backend, and in timed runs."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

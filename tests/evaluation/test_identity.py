@@ -1,7 +1,5 @@
 """Output against transformers' own generation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

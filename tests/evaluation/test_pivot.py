@@ -1,7 +1,5 @@
 """The pivot of results, against the files that it was made from."""
 
-from __future__ import annotations
-
 import csv
 import io
 import random

@@ -1,7 +1,5 @@
 """Prompt sets by name: bundled, files, and data sets of a hub on a loopback port."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

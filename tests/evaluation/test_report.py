@@ -1,7 +1,5 @@
 """The report: what it reads, what it writes, what it refuses."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

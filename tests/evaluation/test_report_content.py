@@ -1,7 +1,5 @@
 """What the page of a report says and draws, against the files it was made from."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import csv

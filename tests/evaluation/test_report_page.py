@@ -1,7 +1,5 @@
 """The report in a real browser, headless, opened as a file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`peagle eval --certify --endpoint`: lossless servers pass, planted faults are found."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

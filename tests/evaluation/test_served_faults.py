@@ -1,7 +1,5 @@
 """The certificate of our own engine behind HTTP: it passes, and faults in the engine are found."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from typing import Any

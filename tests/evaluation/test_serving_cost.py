@@ -1,7 +1,5 @@
 """The cost of serving, against exact arithmetic and in the files of a report."""
 
-from __future__ import annotations
-
 import csv
 from fractions import Fraction
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who drafted what was accepted, in files, tables and pages of results."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sweeps: their order, their log, and going on after an interruption."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Latency of runs, against naive recomputation."""
 
-from __future__ import annotations
-
 from statistics import fmean, median, quantiles
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Distinct experts of decode steps, against sets of router indices counted one by one."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A machine of known costs is recovered: predictions, schedule, break-even."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Acceptance length by K, and what is read of acceptance.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps of the engine itself, timed: what runs in them, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """K by batch size: properties of the schedule against every schedule there is."""
 
-from __future__ import annotations
-
 import math
 from itertools import groupby, pairwise, product
 

@@ -1,7 +1,5 @@
 """Candidate trees beside chains: shapes, visits, and where they win."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Turns: conversations with a backend, and tables that name the turns."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

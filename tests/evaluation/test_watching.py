@@ -1,7 +1,5 @@
 """Acceptance over time, from counters that a clock without waiting makes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain, islice, repeat
 

@@ -4,8 +4,6 @@ Each character is a token. The distribution after a text depends on all of it. D
 about as often as wrong; a lossless server compares each with the target's own token.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Machines whose step costs are known functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random

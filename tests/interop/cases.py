@@ -7,8 +7,6 @@ has them (2 layers), a trained one that is narrower than its target with Qwen3-s
 other convention of the residual, EAGLE-3, and heads with windows that are shorter than the prompts.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Fixtures of the tests against real vLLM. Here a test that is skipped has failed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """vLLM's own client drives `peagle serve`, as benchmarks/serving/against_vllm.py starts both."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

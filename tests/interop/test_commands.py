@@ -1,7 +1,5 @@
 """`peagle eval`, `bench` and `doctor` on real vLLM: the engine's figures, and faults by name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

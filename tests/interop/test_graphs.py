@@ -1,7 +1,5 @@
 """Which steps of a schedule run in one graph, by the dispatcher and runner of real vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

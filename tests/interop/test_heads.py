@@ -7,8 +7,6 @@ Both sides count drafts before stop conditions trim the output, so that the last
 which may be cut off, counts on both as if it were not: nothing needs to be left out.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The heads that are held against vLLM are what they are said to be, in our engine (no vLLM)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

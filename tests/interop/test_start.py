@@ -1,7 +1,5 @@
 """Real vLLM is refused where it does not draft as asked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

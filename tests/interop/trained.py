@@ -1,7 +1,5 @@
 """Heads trained for a minute with `peagle train`, kept below build/ for the next time."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -5,8 +5,6 @@ The compute capability is 9.0; of attention over 8-bit caches also 8.0, which co
 Run it in a process without TRITON_INTERPRET: `python -m tests.kernels.compile_for_card`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Kernels compile for cards that are not there, too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Verification of drafts in one call: parts that a captured decode step runs one by one."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from peagle.kernels.drafts.step_state import DecodeLimits, DecodeResult, DecodeState

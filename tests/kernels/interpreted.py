@@ -3,8 +3,6 @@
 Every value is written down with its type, its shape and its bytes, every refusal with its words.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import operator

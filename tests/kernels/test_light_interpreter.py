@@ -1,7 +1,5 @@
 """The lightened interpreter computes what Triton's own does, bit by bit, and refuses the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Several tensors in one copy to the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

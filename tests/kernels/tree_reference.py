@@ -1,7 +1,5 @@
 """The most probable paths of drafts by an exact best-first search, one tree at a time."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 

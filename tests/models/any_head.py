@@ -1,7 +1,5 @@
 """Hypothesis strategies: any head that can be written down, and what may be known about it."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from peagle.models.drafter import DrafterConfig

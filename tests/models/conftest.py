@@ -1,7 +1,5 @@
 """A saved head, a hub and a sharded model, for the tests of this folder."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Changing a saved head or model in place, for tests of what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

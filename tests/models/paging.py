@@ -1,7 +1,5 @@
 """Sequences of a target over shuffled KV blocks, to be compared with transformers' own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any

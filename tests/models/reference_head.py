@@ -1,7 +1,5 @@
 """A draft head by its definition, straight from the files: no cache, no fused weights."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A tiny random model of the real class runs over the paged cache and is compared 
 eager attention, in float64 throughout. Controls show that the comparison would see a mistake.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Draft heads on disk: what is written, read back and converted, and what is refused by name."""
 
-from __future__ import annotations
-
 import errno
 import json
 import resource

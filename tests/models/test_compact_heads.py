@@ -3,8 +3,6 @@
 compressed-tensors, which defines the format of the quantised layers, reads what is written here.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Most tests run what Dynamo traced as it is (backend "eager"): whether a layer tr
 what it is traced again, does not depend on the compiler. Two let Inductor make code.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The correction of drafts: its term, its file beside the head, and the heads that it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

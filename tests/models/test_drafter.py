@@ -4,8 +4,6 @@ The reference reads the saved checkpoint (config.json and tensors by name), take
 transformers' own hidden states, and recomputes everything at each step.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """COD sampling and the attention rule, against worked examples and plain loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The tokens that end an answer: the tokenizer's, and those that the model's files name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """config.json in both styles: what is written, what is read, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

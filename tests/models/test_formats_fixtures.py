@@ -3,8 +3,6 @@
 The heads and how they were made: tests/fixtures/heads/README.md.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fused module equals the unfused one, in every architecture; what would not is left alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """GGUF files as targets: the same model and text as the folder they were made of, or a refusal."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Fetching from a hub: what is fetched, and every way in which that fails."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """Scales of an FP8 KV cache: written by compressed-tensors or by name, read into a target."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

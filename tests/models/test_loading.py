@@ -1,7 +1,5 @@
 """Models by folder and by hub id: which is which, and what is refused before it is loaded."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Heads whose linear layers are stored quantised, written by compressed-tensors."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

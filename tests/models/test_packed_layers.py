@@ -1,7 +1,5 @@
 """Experts modules of transformers over our kernels, against transformers' own computation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

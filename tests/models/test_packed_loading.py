@@ -1,7 +1,5 @@
 """Quantised checkpoints, written by compressed-tensors or packed number by number, as targets."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors and settings of quantised layers that cannot be are refused by name, never read."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Targets quantised while they load: what their layers hold then, and what is refused."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention whose norms and rotation are one kernel, against transformers' own modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

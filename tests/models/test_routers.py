@@ -1,7 +1,5 @@
 """Routers of transformers' mixtures in one kernel: those that are known, and no others."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Routing is recorded as the routers chose it, whether layers are compiled or not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

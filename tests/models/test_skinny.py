@@ -3,8 +3,6 @@
 On a CPU the kernels run under Triton's interpreter, whatever the size of a layer.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterator

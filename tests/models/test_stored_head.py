@@ -1,7 +1,5 @@
 """The one reader of a head's folder, on bundled and on published heads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

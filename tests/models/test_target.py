@@ -3,8 +3,6 @@
 That it computes what transformers does, test_architectures.py shows.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The ends of a target without its layers give what the whole target gives, or are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

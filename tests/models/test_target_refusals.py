@@ -1,7 +1,5 @@
 """Architectures that may not be a target: the reason given is the one that the probe finds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

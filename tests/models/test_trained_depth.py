@@ -1,7 +1,5 @@
 """K where none is given, and whole models named as heads: the same in every command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

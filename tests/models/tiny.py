@@ -1,7 +1,5 @@
 """Tiny random models of any transformers class."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

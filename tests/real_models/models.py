@@ -1,7 +1,5 @@
 """The real models that the tests fetch. Nothing of Gemma ships, and no name of peagle means it."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

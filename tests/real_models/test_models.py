@@ -4,8 +4,6 @@
 float32 and greedy.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

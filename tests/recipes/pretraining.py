@@ -1,7 +1,5 @@
 """Training a tiny target by the recipe, in one process or several (for `run_together`)."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """The benchmark model: several processes, jobs on GPUs, one report of many measurements."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import re

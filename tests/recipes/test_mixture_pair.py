@@ -1,7 +1,5 @@
 """The mixture pair: its sizes, how it is trained, and that its check finds a wrong token."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

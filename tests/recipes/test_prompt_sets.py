@@ -1,7 +1,5 @@
 """The rules of the prompt sets: edits and forms, and prompts about other packages."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import json

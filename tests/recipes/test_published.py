@@ -1,7 +1,5 @@
 """The published tables beside measurements: which figures hold, which are missed, which lack."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

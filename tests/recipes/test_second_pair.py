@@ -1,7 +1,5 @@
 """The second pair: it loads, and its head accepts what its README says, in its own mode alone."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recipe of SmolLM2's heads: its phases, what they skip, and commands that exist."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import runpy

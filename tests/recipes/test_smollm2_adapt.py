@@ -1,7 +1,5 @@
 """The recipe that shows what adapting brings: its prompts, and all its steps on a tiny pair."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """The results of SmolLM2: commands that exist, what is skipped, and the tables."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """As much of a server as an ASGI application needs: one request, its messages, its answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An OTLP collector over HTTP, for spans."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

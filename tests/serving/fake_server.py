@@ -3,8 +3,6 @@
 The words in square brackets in a prompt choose what happens ("[hostile]", "[slow]", ...).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

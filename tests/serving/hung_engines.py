@@ -3,8 +3,6 @@
 They load the bundled pair and serve it as any engine does, in a process of their own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

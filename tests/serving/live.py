@@ -1,7 +1,5 @@
 """A real `peagle serve` as a process, for the tests that need one."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

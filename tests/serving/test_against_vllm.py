@@ -4,8 +4,6 @@ vLLM is not here: a STAND-IN takes the place of its client. It reads the same co
 real requests to a real `peagle serve`, and writes a file with the same fields.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The alerts: sound for promtool, and asking only for what /metrics has."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Clients that say nothing, too much, or read nothing; and ends that nothing can hold up."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The engine process from within: orders, chunks and grammars that take too long."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import math

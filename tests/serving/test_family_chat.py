@@ -3,8 +3,6 @@
 The front end is the real one; in place of an engine a script writes the tokens of each answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What fits the OpenAPI document, or nearly does, is never a fault of the server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """The dashboard: importable, tidy, and asking only for what /metrics has."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import combinations

@@ -1,7 +1,5 @@
 """A client hears that the grammar of its request failed, as a stream and as one answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace

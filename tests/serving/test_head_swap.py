@@ -1,7 +1,5 @@
 """POST /admin/head: who may send it, what it refuses, trials, and streams that run across swaps."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Trials of a head: the verdict, and the heads that take turns until then."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Callable

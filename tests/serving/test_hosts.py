@@ -1,7 +1,5 @@
 """Host and Origin headers, and the hosts that a server answers to."""
 
-from __future__ import annotations
-
 import ipaddress
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests that two readers could understand differently, and bodies in chunks."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

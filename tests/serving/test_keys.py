@@ -1,7 +1,5 @@
 """API keys: sources, comparison, and that nothing tells them."""
 
-from __future__ import annotations
-
 import base64
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a body may hold: the table, and that each limit is applied before the work it bounds."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Log-probabilities as JSON: bytes, names and places of tokens that hold part of a character."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

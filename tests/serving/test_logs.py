@@ -1,7 +1,5 @@
 """Log records: their form, what they leave out, and how many of a kind are written."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

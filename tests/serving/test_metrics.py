@@ -1,7 +1,5 @@
 """What /metrics says, read back with prometheus-client's parsers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Fields that ask for what happens anyway: each route takes them, and nothing changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

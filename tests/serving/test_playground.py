@@ -1,7 +1,5 @@
 """The playground in a real browser, headless, under the policy that the server sends."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Bodies of requests as sampling parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

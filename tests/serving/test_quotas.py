@@ -1,7 +1,5 @@
 """What one API key may use: the arithmetic against a simple model, then a real server."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import dataclass, field
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Recording of traffic: options and the writer by themselves, then real servers."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

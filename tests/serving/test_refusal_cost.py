@@ -4,8 +4,6 @@ Processor time is compared within this process: a body that is refused, beside o
 and carries the same value as metadata. So no limit depends on the machine.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import time

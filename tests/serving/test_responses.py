@@ -1,7 +1,5 @@
 """POST /v1/responses, by way of OpenAI's own client and its own types."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The middleware that guards the server, driven as a server drives it: senders and bodies."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """The certificate of a real `peagle serve`, with drafts and without."""
 
-from __future__ import annotations
-
 import pytest
 
 from peagle.evaluation.certify.options import ServedOptions

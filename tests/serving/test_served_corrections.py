@@ -1,7 +1,5 @@
 """A server whose requests choose among corrections of its head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server that drafts candidate trees: reports to requests, and counts at /metrics."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

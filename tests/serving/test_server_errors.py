@@ -1,7 +1,5 @@
 """Bad input: an error object that says what to change, never a fault."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

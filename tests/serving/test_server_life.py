@@ -1,7 +1,5 @@
 """Starting, cancelling, losing an engine, draining and ending."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The server as the official client sees it, against the engine used offline."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import runpy

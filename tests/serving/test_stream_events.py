@@ -1,7 +1,5 @@
 """Events of streams: those written from a template are the ones that dictionaries would give."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tool calls in what models write: examples of every family, forced output, text in chunks."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Tools of requests: what is checked, what is forced, and answers as clients see them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Spans: one for each request, with its phases, on their way to a collector."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys

@@ -1,7 +1,5 @@
 """What clients of vLLM send and read, beside OpenAI's API: fields, attributes and routes."""
 
-from __future__ import annotations
-
 import json
 import re
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Engines that hang, die again and again or outlive their front end; requests that take long."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

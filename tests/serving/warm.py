@@ -7,8 +7,6 @@ the imported state as well. That servers also start from nothing is held by thos
 without this.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import multiprocessing

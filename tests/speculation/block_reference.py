@@ -1,7 +1,5 @@
 """Block verification in plain Python (Sun et al., 2024)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,7 +1,5 @@
 """Candidate trees of an EAGLE-3 head against its chains, run along every path by themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

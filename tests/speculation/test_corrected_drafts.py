@@ -1,7 +1,5 @@
 """Drafts with a correction, against a loop over sequences and slots by the formula."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Prompt lookup against a naive search."""
 
-from __future__ import annotations
-
 import hypothesis
 import pytest
 from hypothesis import settings

@@ -1,7 +1,5 @@
 """Proposers: how many drafts, in how many passes, drawn from which distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate

@@ -6,8 +6,6 @@ counter-based numbers as the engine. The joint distribution of the first three t
 with the exact one.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import zlib

@@ -1,7 +1,5 @@
 """Verification of ragged, mixed batches against a loop that takes draft after draft."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Synthetic acceptance: counts follow the rates whatever the drafts are, the next token is real."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

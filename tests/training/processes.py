@@ -1,7 +1,5 @@
 """Runs a function in several processes, joined as torchrun would have them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

@@ -1,7 +1,5 @@
 """The unpartitioned form: all elements of a batch in one pass, as the method is written down."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Small training runs, and what they wrote."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Real steps of random heads, and the bytes that they take."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import types

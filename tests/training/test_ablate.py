@@ -1,7 +1,5 @@
 """`benchmarks/training/ablate.py`: heads that differ in one thing, and what is printed of them."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

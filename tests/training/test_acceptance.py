@@ -1,7 +1,5 @@
 """Simulated acceptance against drafting and verifying token by token."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The chunked projection and loss against the plain form: all logits, autograd, no chunks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The configuration of a training run: paths, overrides and mistakes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

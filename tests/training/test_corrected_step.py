@@ -1,7 +1,5 @@
 """A step of a head and its correction together, against all elements in one dense pass."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

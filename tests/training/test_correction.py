@@ -1,7 +1,5 @@
 """Fitting a correction on a frozen head: the trainer of heads, with something else to train."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

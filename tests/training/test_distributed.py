@@ -1,7 +1,5 @@
 """Training on several processes (gloo, on a CPU) against training on one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

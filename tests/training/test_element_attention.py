@@ -1,7 +1,5 @@
 """Attention among elements against a plain loop; FlexAttention against the dense form on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

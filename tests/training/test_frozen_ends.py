@@ -1,7 +1,5 @@
 """Runs that keep the embeddings and lm_head of a head as they start: as the target's rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

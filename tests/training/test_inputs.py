@@ -1,7 +1,5 @@
 """A run from stored features against the run whose target is in the process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answers that share a row against the same answers in rows of their own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast

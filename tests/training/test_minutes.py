@@ -1,7 +1,5 @@
 """`run.minutes`: steps that are planned by the time of a few, with a clock that the test winds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path

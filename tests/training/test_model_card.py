@@ -1,7 +1,5 @@
 """What a model card says, and which folders may be published at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

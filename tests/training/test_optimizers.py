@@ -1,7 +1,5 @@
 """Muon against its definition, and which parameters it takes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

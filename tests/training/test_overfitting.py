@@ -1,7 +1,5 @@
 """When a plan of many epochs, and a validation that gets worse, are warned of."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

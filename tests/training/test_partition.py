@@ -1,7 +1,5 @@
 """The two-pass partition against one pass over all elements, and the paper's Algorithm 1."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

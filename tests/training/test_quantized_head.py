@@ -3,8 +3,6 @@
 compressed-tensors, which defines the format of the file, unpacks it here.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

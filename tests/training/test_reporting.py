@@ -1,7 +1,5 @@
 """What a run writes down, which head it keeps, and when it stops."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a resumed run must have in common with its checkpoint, and the head that belongs to it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -4,8 +4,6 @@ This guards against heads that train well and serve badly: a shifted feature, a 
 mask slot that sees too much would all leave training happy.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What of a run is refused before its target is loaded, and the room that it needs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Estimates of memory and arithmetic against what real steps take."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 from typing import Any

@@ -1,7 +1,5 @@
 """Segments are chosen by what steps take: the fewest that fit, and a refusal where none do."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs of a head and its correction together: what they report, save, resume and serve."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training end to end on the tiny Llama: it learns, resumes exactly, and survives interruption."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

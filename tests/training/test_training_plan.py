@@ -1,7 +1,5 @@
 """A plan against what a run then does: its data, its arithmetic, its files."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a validation says of a head, against serving it and against the plain model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

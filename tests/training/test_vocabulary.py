@@ -1,7 +1,5 @@
 """The draft vocabulary: which tokens it keeps, and how much of the text it covers."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

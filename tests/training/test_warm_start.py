@@ -1,7 +1,5 @@
 """Heads that start from another one: what is taken over, what is refused, and that it pays."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

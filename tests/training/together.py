@@ -1,7 +1,5 @@
 """What the processes of tests/training/test_distributed.py do; imported by each of them."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """A grammar compiler over single bytes, what its states allow, and random walks through them."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import sys

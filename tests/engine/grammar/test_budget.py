@@ -1,7 +1,5 @@
 """Grammars that take long: they sit out steps, change no output, and end beyond their budget."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

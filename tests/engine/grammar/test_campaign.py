@@ -1,7 +1,5 @@
 """The campaign over random schemas and expressions, as benchmarks/grammar_campaign.py runs it."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

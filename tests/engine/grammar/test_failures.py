@@ -1,7 +1,5 @@
 """A matcher that contradicts its mask, or breaks, ends its own request and no other."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import Any

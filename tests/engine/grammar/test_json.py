@@ -1,7 +1,5 @@
 """Schemas: every masked sample parses and is valid, and what cannot be enforced is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Grammars of JSON schemas against the jsonschema package, both ways, and what they may spell."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

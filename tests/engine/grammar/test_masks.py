@@ -1,7 +1,5 @@
 """Masks allow exactly the tokens that the matcher takes, whatever the counts and characters."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

@@ -1,7 +1,5 @@
 """Processor time of work: that of its own threads counts, waiting and other threads do not."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """Sources and tokenizers that the grammar compiler refuses, always with a UserError."""
 
-from __future__ import annotations
-
 import re
 import sys
 

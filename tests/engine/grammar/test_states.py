@@ -1,7 +1,5 @@
 """The grammar engine against references: `re`, brute force, and states rebuilt from nothing."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

@@ -1,7 +1,5 @@
 """Trees under a grammar against all paths that it allows, with their probabilities."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

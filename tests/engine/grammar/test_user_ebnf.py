@@ -1,7 +1,5 @@
 """Grammars of users: ordinary ones pass and constrain, those with too many readings are refused."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

@@ -1,7 +1,5 @@
 """Copies of the text in captured steps: outputs of plain decoding, counters of eager steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

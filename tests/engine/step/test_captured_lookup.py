@@ -1,7 +1,5 @@
 """Prompt lookup without a head in captured steps: drafts of the host, outputs of plain decoding."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import count

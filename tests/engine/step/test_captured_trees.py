@@ -4,8 +4,6 @@ On a CPU the steps are not captured and their kernels run under Triton's interpr
 the tests of outputs, of beams and of a corrected head alone.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace

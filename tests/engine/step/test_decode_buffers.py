@@ -3,8 +3,6 @@
 No kernel runs here; on a card the copies run behind the host's back.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -4,8 +4,6 @@ On a CPU the step is not captured and its kernels run under Triton's interpreter
 short test there, the others on a card. EAGLE-3 does not run as graphs yet.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ On a CPU nothing is captured. The models compute in float64 there, with torch's 
 no near-tie can hide a difference; the kernels of a step run under Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping

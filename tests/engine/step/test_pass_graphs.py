@@ -4,8 +4,6 @@ On a CPU nothing is captured: the pass runs as it is over the graphs' padded buf
 kernels run under Triton's interpreter. The reference is the torch backend.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The engine is real; the device of `fake_model.FakeGraphs` keeps its own books. `
 random workloads on both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace

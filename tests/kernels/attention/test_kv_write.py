@@ -1,7 +1,5 @@
 """The KV write in Triton against index_put. On a CPU it runs under Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -5,8 +5,6 @@ writes the new keys itself. On a CPU Triton's interpreter (TRITON_INTERPRET=1) r
 program after another.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

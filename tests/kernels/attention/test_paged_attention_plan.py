@@ -1,7 +1,5 @@
 """How `paged_attention` cuts its work."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

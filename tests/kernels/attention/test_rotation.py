@@ -1,7 +1,5 @@
 """Norms of heads and RoPE, against plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -4,8 +4,6 @@ With tokens x_0..x_n, of which the target has run x_0..x_{n-1}: slot p holds tok
 feature of position p and position id p; then come mask slots at n, n + 1, ...
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

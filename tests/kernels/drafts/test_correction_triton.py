@@ -3,8 +3,6 @@
 On a CPU the kernel runs under Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

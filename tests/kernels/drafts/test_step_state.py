@@ -1,7 +1,5 @@
 """The state of a sequence on the device against the engine's own: Sequence.append."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 On a CPU the kernels run under Triton's interpreter.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The experts of tokens in Triton against plain torch; on a CPU under the interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Which configuration a product of few rows gets, and when it is left to the library."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

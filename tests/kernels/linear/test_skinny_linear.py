@@ -1,7 +1,5 @@
 """Products of few rows in Triton against F.linear. On a CPU they run under Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

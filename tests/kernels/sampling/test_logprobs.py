@@ -1,7 +1,5 @@
 """Log-probabilities against exact arithmetic in plain Python, with ties."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Penalties in one pass against `apply_penalties`, over odd shapes, chains and trees."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Sampling probabilities against a row-by-row Python reference, and drawing from weights."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 On a CPU the kernels run under Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

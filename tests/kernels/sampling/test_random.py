@@ -1,7 +1,5 @@
 """The counter-based numbers: equal to SplitMix64 on Python ints, uniform, independent, pure."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -4,8 +4,6 @@ With synthetic acceptance the reference has the same rates. On a CPU the kernels
 interpreter.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 
 import pytest

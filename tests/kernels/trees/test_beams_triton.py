@@ -1,7 +1,5 @@
 """Beams and trees that kernels grow against those of torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

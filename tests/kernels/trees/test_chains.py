@@ -1,7 +1,5 @@
 """Drawn chains that lead trees: against paths written out, and the kernel against the reference."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

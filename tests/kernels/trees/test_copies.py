@@ -1,7 +1,5 @@
 """Copies joined to trees: against a search written anew, and the kernels against the reference."""
 
-from __future__ import annotations
-
 import math
 import random
 

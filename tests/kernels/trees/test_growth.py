@@ -1,7 +1,5 @@
 """Candidate trees against an exact best-first search, and the paths of their rows."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import pairwise

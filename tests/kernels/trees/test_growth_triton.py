@@ -1,7 +1,5 @@
 """Trees that kernels grow against those of torch, and against an exact best-first search."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

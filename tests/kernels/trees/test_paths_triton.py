@@ -1,7 +1,5 @@
 """Rows and paths of trees in packed batches against those of torch."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import fields
 
