@@ -161,7 +161,8 @@ def test_the_graphs_are_those_of_multiples_of_each_step_within_the_most_requests
         for loras in (0, 2)
     }
     assert found.uniform_decode_query_len == 6
-    uneven = started(num_speculative_tokens_per_batch_size=[(1, 8, 9), (9, 9, 4), (10, 99, 7)])
+    schedule = [(1, 8, 9), (9, 9, 4), (10, 30, 7), (31, 99, 1)]  # of 30 requests at most
+    uneven = started(num_speculative_tokens_per_batch_size=schedule)
     lengths = {(key.num_tokens, key.num_reqs) for key in uneven.cudagraph_dispatcher.full}
     assert lengths == {(size, size // 6) for size in SIZES} | {(60, 12)}, "K is 5 at most"
 

@@ -82,7 +82,9 @@ def step_lengths(config: Any) -> frozenset[int]:
     schedule = speculative.num_speculative_tokens_per_batch_size
     if not schedule or model.is_hybrid or model.use_mla:
         return frozenset()
-    return frozenset(1 + min(k, speculative.num_speculative_tokens) for _, _, k in schedule)
+    most = config.scheduler_config.max_num_seqs
+    drafts = {k for first, _, k in schedule if first <= most}
+    return frozenset(1 + min(k, speculative.num_speculative_tokens) for k in drafts)
 
 
 def _parts_of(runner: Any, length: Any, num_tokens: Any) -> tuple[Any, ...]:
