@@ -208,6 +208,29 @@ def test_the_values_that_adapt_sets_give_way_to_the_given_ones(pair: Pair, tmp_p
     assert [*of(with_correction=False)] == ["head"]  # which reads none
 
 
+@pytest.mark.parametrize("start", ["present", "fresh"])
+def test_a_fresh_fit_that_gains_nothing_leaves_no_old_correction(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    head, work = Path(shutil.copytree(pair.peagle, tmp_path / "head")), tmp_path / "work"
+    add_correction(head)
+    work.mkdir()
+
+    def train(_: Adaptation, what: str, *__: object) -> int:
+        if what == "head":
+            shutil.copytree(pair.peagle, work / "head")
+        return 1
+
+    monkeypatch.setattr(Adaptation, "_train", train)
+    collected = Collected()
+    collected.add(Sample.answered([1, 2, 3], [4, 5, 6], "one"))
+    place = "head", head, pair.target, torch.device("cpu"), 0, 1.0, 1
+    adaptation = Adaptation(*place, [f"correction.start={start}"])
+    new, steps = adaptation.run(collected, collected, {}, work)
+    assert steps == {"head": 1, "correction": 1}
+    assert (new / CORRECTION_NAME).exists() == (start == "present")
+
+
 @pytest.mark.slow
 def test_a_fit_that_forgets_is_blended_back(
     peagle: Peagle, pair: Pair, tmp_path: Path, unchecked: None, monkeypatch: pytest.MonkeyPatch

@@ -81,7 +81,7 @@ class Adaptation:
                     shutil.copyfile(file, head / file.name)  # not its mode: it may be read-only
         head_share = 1.0 if len(configs) == 1 else _HEAD_SHARE
         for what, config in configs.items():
-            if what != self.what:
+            if what != self.what and config.correction.start == "present":
                 copy_correction(self.head, head, read_head(head).config)
             share = head_share if what == self.what else 1 - head_share
             steps[what] = self._train(what, config, self.minutes * share, begin, stepped)
