@@ -203,7 +203,9 @@ def test_the_tables_are_those_of_our_engine(
     drafter = load_drafter(head, TargetModel.load(BUNDLED_TARGET, dtype=torch.float32))
     ours = load_correction(head, drafter)
     with caplog.at_level(logging.INFO):
+        proposer.peagle_walks = "graphs that read other weights"
         theirs = loaded_with(proposer, head).peagle_correction
+        assert proposer.peagle_walks is None
     (line,) = caplog.messages
     assert f"drafts are corrected by {head} (rank 4, width 8)" in line
     assert proposer.loaded == "the target" and ours is not None

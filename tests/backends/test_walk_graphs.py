@@ -69,7 +69,10 @@ def test_a_batch_takes_the_next_larger_graph(captured: list[Graph], most: int, g
     assert walks(torch.zeros((min(most, 64) + 1) * K, 5)) is None
 
 
-@pytest.mark.parametrize("why_not", ["", "no correction", "shared out", "no graphs", "no kernels"])
+WHY_NOT = ["", "no correction", "shared out", "no graphs", "no kernels", "an eager drafter"]
+
+
+@pytest.mark.parametrize("why_not", WHY_NOT)
 def test_they_are_captured_behind_the_graphs_of_vllm(
     why_not: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +85,8 @@ def test_they_are_captured_behind_the_graphs_of_vllm(
     put_module(monkeypatch, "vllm.distributed", **size)
     monkeypatch.setattr(corrected_drafts, "has_kernels", lambda _: why_not != "no kernels")
     monkeypatch.setattr(walk_graphs, "WalkGraphs", lambda *given: made.append(given) or "walks")
+    free = iter([(1000, 2000), (900, 2000)])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: next(free))
     capture_walks()
     capture_walks()
     drafter = SimpleNamespace(
@@ -91,20 +96,23 @@ def test_they_are_captured_behind_the_graphs_of_vllm(
         device=torch.device("cpu"),
         dtype=torch.float16,
         max_batch_size=8,
-        speculative_config=SimpleNamespace(num_speculative_tokens=K),
+        num_speculative_tokens=0,  # of the last step of a schedule
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=K, enforce_eager=why_not == "an eager drafter"
+        ),
     )
     serving = runner()
     serving.drafter = drafter
     serving.compilation_config = SimpleNamespace(
         cudagraph_mode="none" if why_not == "no graphs" else "full"
     )
-    assert serving.capture_model() == 12345
+    assert serving.capture_model() == (12345 if why_not else 12445)
     if why_not:
         assert not made and drafter.peagle_walks is None
         return
     ((_, hidden_D, num_slots, most),) = made
     assert (hidden_D.shape, hidden_D.dtype, num_slots, most) == ((24,), torch.float16, K, 8)
-    assert drafter.peagle_walks == "walks"
+    assert drafter.peagle_walks == "walks" and drafter.num_speculative_tokens == K
     without = runner()  # speculation is off
     without.compilation_config = serving.compilation_config
     assert without.capture_model() == 12345 and len(made) == 1

@@ -26,9 +26,11 @@ from peagle.data.prepare import Collected
 from peagle.data.recorded import RecordFolder, line_of, new_record_file, read_cipher
 from peagle.data.samples import Sample
 from peagle.engine import SpeculationStats
+from peagle.errors import UserError
 from peagle.models.checkpoint import CORRECTION_NAME, blend_back
 from peagle.models.fingerprint import identity_of
 from peagle.models.target_ends import TargetEnds
+from peagle.training.adaptation import Adaptation
 from peagle.training.trainer import Trainer
 from tests.cli.conftest import Pair, Peagle, Result
 from tests.corrections import add_correction
@@ -178,6 +180,53 @@ def test_a_trained_head_goes_on_with_its_correction(
     torch.testing.assert_close(after.float(), before["down.weight"].float(), rtol=0.01, atol=0)
     trained = [load_file(folder / "model.safetensors") for folder in (head, tmp_path / "new")]
     assert any(not torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+
+
+def test_the_values_that_adapt_sets_give_way_to_the_given_ones(pair: Pair, tmp_path: Path) -> None:
+    head = Path(shutil.copytree(pair.peagle, tmp_path / "head"))
+    file = add_correction(head)
+    given = "head", head, pair.target, torch.device("cpu"), 0, 1.0, None
+
+    def of(*overrides: str, with_correction: bool = True) -> Any:
+        return Adaptation(*given, overrides, with_correction).configs(tmp_path / "work", 64)
+
+    def rate(*overrides: str) -> tuple[str, float]:
+        optimizer = of(*overrides)["head"].optimizer
+        return optimizer.name, optimizer.learning_rate
+
+    assert rate() == ("muon", 3e-4)
+    assert rate("optimizer.learning_rate=1e-3") == ("muon", 1e-3)
+    assert rate("optimizer.name=adamw") == ("adamw", 1e-4)  # Muon's rate is too high for it
+    own = of()["correction"].correction
+    with pytest.raises(UserError, match=rf"is {own.rank + 1}, and the .* has {own.rank}; expected"):
+        of(f"correction.rank={own.rank + 1}")
+    fresh = of(f"correction.rank={own.rank + 1}", "correction.start=fresh")["correction"].correction
+    assert (fresh.rank, fresh.width) == (own.rank + 1, own.width)
+    file.write_bytes(b"broken")
+    assert [*of(with_correction=False)] == ["head"]  # which reads none
+
+
+@pytest.mark.parametrize("start", ["present", "fresh"])
+def test_a_fresh_fit_that_gains_nothing_leaves_no_old_correction(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    head, work = Path(shutil.copytree(pair.peagle, tmp_path / "head")), tmp_path / "work"
+    add_correction(head)
+    work.mkdir()
+
+    def train(_: Adaptation, what: str, *__: object) -> int:
+        if what == "head":
+            shutil.copytree(pair.peagle, work / "head")
+        return 1
+
+    monkeypatch.setattr(Adaptation, "_train", train)
+    collected = Collected()
+    collected.add(Sample.answered([1, 2, 3], [4, 5, 6], "one"))
+    place = "head", head, pair.target, torch.device("cpu"), 0, 1.0, 1
+    adaptation = Adaptation(*place, [f"correction.start={start}"])
+    new, steps = adaptation.run(collected, collected, {}, work)
+    assert steps == {"head": 1, "correction": 1}
+    assert (new / CORRECTION_NAME).exists() == (start == "present")
 
 
 @pytest.mark.slow

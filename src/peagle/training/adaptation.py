@@ -19,7 +19,7 @@ from peagle.training.trainer import Trainer
 
 What = Literal["correction", "head"]
 _MAX_EPOCHS = {"correction": 6, "head": 3}
-_HEAD_OPTIMIZER = {"name": "muon", "learning_rate": 3e-4}  # higher rates forget more
+_MUON_RATE = 3e-4  # of a head; higher rates forget more
 _HEAD_SHARE = 0.6  # of the minutes, where a correction is fitted behind
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 _ROW_MULTIPLE = 64
@@ -81,7 +81,7 @@ class Adaptation:
                     shutil.copyfile(file, head / file.name)  # not its mode: it may be read-only
         head_share = 1.0 if len(configs) == 1 else _HEAD_SHARE
         for what, config in configs.items():
-            if what != self.what:
+            if what != self.what and config.correction.start == "present":
                 copy_correction(self.head, head, read_head(head).config)
             share = head_share if what == self.what else 1 - head_share
             steps[what] = self._train(what, config, self.minutes * share, begin, stepped)
@@ -121,16 +121,29 @@ class Adaptation:
             },
         }
         runs: dict[What, dict[str, Any]] = {}
-        own = {"on": str(work / "head"), "start": "present", **_sizes(self.head, config)}
         if self.what == "head":
-            init, optimizer = {"init": str(self.head)}, {**_HEAD_OPTIMIZER, "steps": 1}
+            init, optimizer = {"init": str(self.head)}, {"name": "muon", "steps": 1}
             runs["head"] = {"output": str(work), "head": init, "optimizer": optimizer}
+        sizes: dict[str, int] = {}
         if self.what == "correction" or (is_parallel and self.with_correction):
+            sizes = _sizes(self.head, config)
+            own = {"on": str(work / "head"), "start": "present", **sizes}
             runs["correction"] = {"output": str(work / "correction"), "correction": own}
-        return {
+        configs: dict[What, TrainConfig] = {
             what: TrainConfig.of(base | run, self.overrides, source=f"--what {self.what}")
             for what, run in runs.items()
         }
+        if "head" in configs:
+            configs["head"] = _with_low_rate(configs["head"])
+        if "correction" in configs and configs["correction"].correction.start == "present":
+            for name, found in sizes.items():
+                if (asked := getattr(configs["correction"].correction, name)) != found:
+                    raise UserError(
+                        f"correction.{name} is {asked}, and the correction of {str(self.head)!r} "
+                        f"has {found}; expected the same to go on with it. Leave correction.{name} "
+                        "out, or add --set correction.start=fresh for a new one."
+                    )
+        return configs
 
     def _train(
         self,
@@ -179,6 +192,15 @@ def check_adaptable(head: Path, what: What) -> DrafterConfig:
             "correction; expected a P-EAGLE head, or --what head."
         )
     return config
+
+
+def _with_low_rate(config: TrainConfig) -> TrainConfig:
+    """Return a run with Muon's rate for a trained head, unless another one was given."""
+    given = config.optimizer
+    if given.name != "muon" or "learning_rate" in given.model_fields_set:
+        return config
+    optimizer = given.model_copy(update={"learning_rate": _MUON_RATE})
+    return config.model_copy(update={"optimizer": optimizer})
 
 
 def _sizes(head: Path, config: DrafterConfig | None) -> dict[str, int]:

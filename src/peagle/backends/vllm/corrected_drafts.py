@@ -57,6 +57,7 @@ def install() -> None:
 
     def load(self: Any, target_model: Any) -> None:
         load_model(self, target_model)
+        self.peagle_walks = None  # their graphs read earlier weights
         if self.method == "eagle3" and self.parallel_drafting:
             self.peagle_correction = read_from_vllm(self)
 

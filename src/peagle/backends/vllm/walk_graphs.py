@@ -3,8 +3,9 @@
 
 Launched one after the other out of vLLM's process, the kernels of a walk come later than the card
 could begin them. A graph starts all of them at once, so that each begins while the one before it is
-at work. vLLM captures them behind its own graphs. Without those, and where vLLM shares lm_head out
-over several GPUs, kernels are launched one by one.
+at work. vLLM captures them behind its own graphs. Without those, with a drafter that has none
+(`enforce_eager`), and where vLLM shares lm_head out over several GPUs, kernels are launched one by
+one.
 
 Runs in vLLM's processes alone. Shapes: R rows, K of each request; D.
 """
@@ -79,13 +80,24 @@ def capture_walks() -> None:
         corrected = getattr(drafter, "peagle_correction", None)
         is_whole = get_tensor_model_parallel_world_size() == 1
         has_graphs = self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-        if corrected is not None and is_whole and has_graphs and has_kernels(drafter.device):
-            hidden_D = torch.zeros(drafter.hidden_size, dtype=drafter.dtype, device=drafter.device)
-            sizes = drafter.speculative_config.num_speculative_tokens, drafter.max_batch_size
-            drafter.peagle_walks = WalkGraphs(
-                lambda hidden_RD: draft_greedily(drafter, corrected, hidden_RD), hidden_D, *sizes
-            )
-        return taken
+        if corrected is None or not (is_whole and has_graphs and has_kernels(drafter.device)):
+            return taken
+        speculative, device = drafter.speculative_config, drafter.device
+        if speculative.enforce_eager:
+            return taken
+        drafter.peagle_walks = None  # vLLM captures anew when it gets more or fewer GPUs
+        # A step of a schedule left its own K there.
+        num_slots = drafter.num_speculative_tokens = speculative.num_speculative_tokens
+        hidden_D = torch.zeros(drafter.hidden_size, dtype=drafter.dtype, device=device)
+        free = torch.cuda.mem_get_info(device)[0]
+        drafter.peagle_walks = WalkGraphs(
+            lambda hidden_RD: draft_greedily(drafter, corrected, hidden_RD),
+            hidden_D,
+            num_slots,
+            drafter.max_batch_size,
+        )
+        torch.cuda.empty_cache()  # of the passes that compiled the kernels
+        return taken + free - torch.cuda.mem_get_info(device)[0]
 
     capture_all.is_of_peagle = True  # type: ignore[attr-defined]
     Runner.capture_model = capture_all
