@@ -186,13 +186,10 @@ def load_corrections(
     rank, width = every[0].rank, every[0].width
     if _OWN not in found:
         every = [_without_effect(config.hidden_size, rank, width), *every]
-    num_values = sum(
-        (config.vocab_size + config.hidden_size + rank) * width
-        + config.draft_vocab_size * rank
-        + one.slots.numel()
-        for one in every
-    )
-    check_bytes(num_values * weight.dtype.itemsize)
+    num_slots = 1 + max(len(one.slots) for one in every)  # as `DraftCorrection` has them
+    num_values = (config.vocab_size + config.hidden_size + rank + num_slots) * width
+    num_values += config.draft_vocab_size * rank
+    check_bytes(len(every) * num_values * weight.dtype.itemsize)
     for one in every:
         one.to(weight.device, weight.dtype)
     return DraftCorrection(every, drafter.embed_tokens.weight, weight)
