@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
@@ -221,17 +222,16 @@ def _full_name(model: ModelSource) -> str:
 
 def _source_of(base: Deployment, stack_id: str, region: str) -> _Source:
     """Return what is adapted; refuse an endpoint that has no head or captures nothing."""
-    update = f"peagle deploy sagemaker update {base.endpoint_name} --region {region}"
-    config = base.speculative_config
+    config, update = base.speculative_config, partial(_update_command, base.endpoint_name, region)
     if config is None or base.draft is None:
         raise UserError(
             f"The endpoint {base.endpoint_name!r} drafts without a head, so there is none to "
-            f"adapt; give it one: {update} --draft HEAD"
+            f"adapt; give it one: {update('--draft', 'HEAD')}"
         )
     if base.capture is None:
         raise UserError(
             f"The endpoint {base.endpoint_name!r} captures nothing; switch that on, and run this "
-            f"again after some traffic: {update} --capture-share 0.2"
+            f"again after some traffic: {update('--capture-share', '0.2')}"
         )
     is_parallel = config.get("parallel_drafting") is not False
     with_correction = base.source == "native" and is_parallel and config.get("correction", True)
@@ -310,11 +310,11 @@ def _adapt(
     }
     advice = "Make room, then run the command again."
     if result["head"]:  # a second run would not know whose it is
-        update = f"peagle deploy sagemaker update {options.endpoint} --region {clients.region}"
+        new = str(places.output)
+        update = _update_command(options.endpoint, clients.region, "--draft", new)
         advice = (
-            f"The new head is in {str(places.output)!r}: deploy it with `{update} --draft "
-            f"{shlex.quote(str(places.output))}`, or make room and move it away, then run the "
-            "command again."
+            f"The new head is in {new!r}: deploy it with `{update}`, or make room and move it "
+            "away, then run the command again."
         )
     write_figures(options.work / _REPORT, result, advice)
     return result
@@ -343,5 +343,9 @@ def _command_back(base: Deployment, region: str) -> str:
         config |= {"model": base.draft.name}
         config |= {"revision": base.draft.revision} if base.draft.revision else {}
         words = ["--speculative-config", json.dumps(config)]
-    update = ["peagle", "deploy", "sagemaker", "update", base.endpoint_name, "--region", region]
-    return shlex.join([*update, *words])
+    return _update_command(base.endpoint_name, region, *words)
+
+
+def _update_command(endpoint: str, region: str, *words: str) -> str:
+    command = "peagle", "deploy", "sagemaker", "update", endpoint, "--region", region
+    return shlex.join([*command, *words])
