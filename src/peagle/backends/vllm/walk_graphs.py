@@ -35,7 +35,7 @@ class WalkGraphs:
         most = min(most, _REQUESTS[-1])
         sizes = [size * num_slots for size in (*(one for one in _REQUESTS if one < most), most)]
         self._hidden_RD = hidden_D.new_zeros(sizes[-1], len(hidden_D))
-        self._graphs: dict[int, tuple[Any, Tensor]] = {}
+        self._graphs: dict[int, tuple[Any, Tensor]] = {}  # by rows
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(sizes):  # the smaller ones fit into the memory of the largest
             draft(self._hidden_RD[:size])  # compiles the kernels
@@ -43,12 +43,11 @@ class WalkGraphs:
             with torch.cuda.graph(graph, pool=pool):
                 drafts_R = draft(self._hidden_RD[:size])
             self._graphs[size] = graph, drafts_R
-        self._sizes = sizes
 
     def __call__(self, hidden_RD: Tensor) -> Tensor | None:
         """Return the drafts [R]; None if there are more requests than any graph has."""
         rows = len(hidden_RD)
-        size = next((size for size in self._sizes if size >= rows), None)
+        size = min((size for size in self._graphs if size >= rows), default=None)
         if size is None:
             return None
         graph, drafts_R = self._graphs[size]
