@@ -133,6 +133,7 @@ def test_install_lines_install_from_a_clone() -> None:
     assert result.returncode == 0, result.stderr
     (found,) = json.loads(result.stdout)["install"]
     assert found["metadata"]["name"] == "peagle" and found["is_direct"]
+    pytest.importorskip("pip", "23.1", reason="older ones do not report extras")
     assert found["requested_extras"] == sorted(words[2].strip(".[]").split(","))
 
 
